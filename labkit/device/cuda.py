@@ -1,0 +1,54 @@
+"""The GPU. Nothing stands between the learner and `torch.cuda`."""
+
+import torch
+
+from ..errors import LabError
+
+
+class CudaDevice:
+    """One NVIDIA GPU: `torch.cuda`'s own stream and event classes, and four small helpers."""
+
+    kind = "cuda"
+    profile = None
+
+    Stream = torch.cuda.Stream
+    Event = torch.cuda.Event
+    stream = staticmethod(torch.cuda.stream)
+    current_stream = staticmethod(torch.cuda.current_stream)
+    synchronize = staticmethod(torch.cuda.synchronize)
+
+    def __init__(self):
+        self.name = torch.cuda.get_device_name()
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """Copy `host` to the GPU on the current stream.
+
+        Returns at once when `host` is page-locked; then `host` must stay unchanged until the
+        stream gets there.
+        """
+        return host.to("cuda", non_blocking=True)
+
+    def load(self, model: torch.nn.Module, inputs: torch.Tensor):
+        """Move `model` to the GPU. Calling the result queues its kernels and returns at once."""
+        return model.to("cuda")
+
+    def page_lock(self, tensor: torch.Tensor) -> None:
+        """Page-lock the memory that `tensor` lies in, so that copies to it can be asynchronous.
+
+        The pages should have been touched before: page-locking fresh ones takes ten times as
+        long. Undo it with `page_unlock` before the memory is freed.
+        """
+        code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+        _check(code, f"page-lock {tensor.nbytes:,} bytes")
+
+    def page_unlock(self, tensor: torch.Tensor) -> None:
+        """Undo `page_lock`. No copy may be in flight."""
+        _check(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr()), "undo page-locking")
+
+
+def _check(code, action: str) -> None:
+    if int(code) != 0:
+        raise LabError(
+            f"CUDA could not {action} (error {int(code)}): "
+            "use fewer slots, or a pool that is not page-locked"
+        )

@@ -1,0 +1,101 @@
+"""Job: a model, its input batches, and what to do with each output. Nothing here is a strategy."""
+
+import hashlib
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+
+from .errors import LabError
+from .presets import check_count
+
+
+class Job:
+    """Run `model` over `samples` inputs in batches and give each output to `process`.
+
+    `model` takes a batch of `inputs` [n, ...] and returns one tensor [n, ...], the samples
+    independent of each other. `process(batch_index, host_tensor)` is importable by name; what
+    it returns must depend on every byte, or a wrong one goes unseen. When there are fewer
+    `inputs` than `samples` they are used again. The last batch may be smaller.
+    `device` is an open device; the inputs are page-locked on it, the model loaded.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inputs: torch.Tensor,
+        process: Callable,
+        device,
+        batch: int,
+        samples: int | None = None,
+        name: str = "",
+    ):
+        if len(inputs) == 0:
+            raise LabError("a job needs at least one input, got none")
+        self.batch = check_count("batch", batch)
+        self.samples = check_count("samples", len(inputs) if samples is None else samples)
+        self.process = process
+        self.device = device
+        self.name = name or type(model).__name__
+        self.model_module = model.eval()
+        self._distinct = len(inputs)
+        # When inputs repeat, batches that follow each other must still differ, or a slot with
+        # an old batch's bytes would go unseen.
+        self._step = batch if batch % self._distinct else batch + 1
+        if self.samples > self._distinct:
+            # Repeated so often that each batch is one piece of it.
+            rows = torch.arange(self._distinct + batch - 1) % self._distinct
+            inputs = inputs[rows]
+        self.inputs = inputs.contiguous()
+        device.page_lock(self.inputs)
+        self._unlock = weakref.finalize(self, device.page_unlock, self.inputs)
+        self._model = device.load(self.model_module, self.inputs)
+        first = next(self.batches())
+        scores = self.forward(first)
+        self.output_shape, self.output_dtype = tuple(scores.shape), scores.dtype
+        self.output_bytes = scores.nbytes
+        device.synchronize()
+
+    @property
+    def count(self) -> int:
+        """The number of batches in a run."""
+        return -(-self.samples // self.batch)
+
+    def batches(self, limit: int | None = None) -> Iterator[torch.Tensor]:
+        """Each input batch in turn, uploaded on the current stream when it is asked for.
+
+        With `limit`, only the first batches up to that number; the last one of the whole run
+        is among them, since it may be the only one of its shape.
+        """
+        indices = range(self.count)
+        if limit is not None and limit < self.count:
+            indices = [*range(limit - 1), self.count - 1]
+        for index in indices:
+            first = index * self._step % self._distinct
+            size = min(self.batch, self.samples - index * self.batch)
+            yield self.device.upload(self.inputs[first : first + size])
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Queue the model on `images`, on the current stream. Returns before the result is there."""
+        with torch.inference_mode():
+            return self._model(images)
+
+    def first(self, limit: int) -> "Job":
+        """The same job cut to `limit` batches, for warming up: every shape is still there."""
+        short = object.__new__(Job)
+        short.__dict__.update(self.__dict__)
+        short.batches = lambda: self.batches(limit)
+        return short
+
+    def close(self) -> None:
+        """Undo the page-locking of the inputs. May be repeated; dropping the job does it too."""
+        self._unlock()
+
+
+def digest(results: list) -> str:
+    """One fingerprint of all `results`, in order: equal only if every one of them is equal."""
+    total = hashlib.sha256()
+    for result in results:
+        total.update(pickle.dumps(result, protocol=4))
+    return total.hexdigest()[:32]

@@ -1,0 +1,168 @@
+"""Records: what a run measured, on what. The only source of every number that is shown."""
+
+import datetime
+import functools
+import json
+import os
+from pathlib import Path
+
+from .errors import LabError
+from .hardware import describe_host
+
+_NUMBER = {"type": "number", "exclusiveMinimum": 0, "maximum": 1e15}
+_COUNT = {"type": "integer", "minimum": 0, "maximum": 10**9}
+_TEXT = {"type": "string", "maxLength": 500}
+
+
+def _object(**properties) -> dict:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+SCHEMA = _object(
+    schema={"const": 1},
+    created=_TEXT,
+    device=_object(
+        kind={"enum": ["cuda", "emulated", "predicted"]},
+        name=_TEXT,
+        profile={"type": ["string", "null"], "maxLength": 100},
+    ),
+    host=_object(cores=_COUNT, python=_TEXT, torch=_TEXT, torchvision=_TEXT),
+    job=_object(
+        model=_TEXT, preset=_TEXT, batch=_COUNT, image=_COUNT, dtype=_TEXT,
+        output_bytes=_COUNT, batches=_COUNT, samples=_COUNT, process=_TEXT,
+    ),  # fmt: skip
+    ceiling=_object(
+        samples_per_s=_NUMBER,
+        limited_by={"enum": ["forward", "copy", "process"]},
+        forward_s=_NUMBER,
+        copy_s=_NUMBER,
+        slot_copy_s=_NUMBER,
+        process_s=_NUMBER,
+        pinned_gbps=_NUMBER,
+        slot_gbps=_NUMBER,
+    ),
+    strategies={
+        "type": "array",
+        "minItems": 1,
+        "maxItems": 100,
+        "items": _object(
+            name=_TEXT,
+            samples_per_s=_NUMBER,
+            spread={"type": "array", "items": _NUMBER, "minItems": 2, "maxItems": 2},
+            batches=_COUNT,
+            digest=_TEXT,
+            gpu_busy=_NUMBER,
+            predicted_samples_per_s={"type": ["number", "null"]},
+            workers=_COUNT,
+            slots=_COUNT,
+            depth=_COUNT,
+        ),
+    },
+)
+_SIZE_LIMIT_BYTES = 2**20  # a record is some kilobytes: anything larger is something else
+
+
+def make_record(job, preset, ceiling: dict, strategies: list[dict]) -> dict:
+    """The record of one measurement; see SCHEMA.
+
+    `gpu_busy` is the share of the run that the forwards would take alone.
+    """
+    process = job.process
+    while isinstance(process, functools.partial):
+        process = process.func
+    profile = job.device.profile
+    return {
+        "schema": 1,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": {
+            "kind": job.device.kind,
+            "name": job.device.name,
+            "profile": profile.name if profile else None,
+        },
+        "host": describe_host(),
+        "job": {
+            "model": job.name,
+            "preset": preset.name,
+            "batch": job.batch,
+            "image": preset.image,
+            "dtype": str(job.output_dtype).removeprefix("torch."),
+            "output_bytes": job.output_bytes,
+            "batches": job.count,
+            "samples": job.samples,
+            "process": process.__name__,
+        },
+        "ceiling": ceiling,
+        "strategies": strategies,
+    }
+
+
+def save_record(record: dict, path: str | Path) -> Path:
+    """Write `record` to `path` as JSON; a reader sees the whole of it or nothing.
+
+    Missing folders are made. Raises LabError when it cannot be written.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(record, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise LabError(f"cannot write the record {str(path)!r}: {error.strerror}") from None
+    return path
+
+
+def load_record(path: str | Path) -> dict:
+    """Read and check a record. Raises LabError in one line for anything that is not one."""
+    import jsonschema
+
+    path = Path(path)
+    try:
+        if path.stat().st_size > _SIZE_LIMIT_BYTES:
+            raise LabError(f"{str(path)!r} is too large for a record ({path.stat().st_size:,} bytes)")
+        record = json.loads(path.read_text())
+        jsonschema.validate(record, SCHEMA)
+    except OSError as error:
+        raise LabError(f"cannot read the record {str(path)!r}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise LabError(f"{str(path)!r} is not JSON: {type(error).__name__}") from None
+    except jsonschema.ValidationError as error:
+        where = "/".join(map(str, error.absolute_path)) or "top level"
+        raise LabError(f"{str(path)!r} is not a record: {error.message[:200]} at {where}") from None
+    return record
+
+
+def is_right(record: dict, row: dict) -> bool:
+    """Did this strategy give the same results as the first one in the record?"""
+    return row["digest"] == record["strategies"][0]["digest"]
+
+
+def speedup(record: dict, row: dict) -> float | None:
+    """How many times as fast as `sequential`; None without it, and for wrong results."""
+    base = record["strategies"][0]
+    if base["name"] != "sequential" or not is_right(record, row):
+        return None
+    return row["samples_per_s"] / base["samples_per_s"]
+
+
+def title(record: dict) -> str:
+    """One line that says what was measured on what, and whether it was emulated."""
+    job, device = record["job"], record["device"]
+    where = device["name"]
+    if device["kind"] != "cuda":
+        where = f"{device['kind'].upper()} device, profile {device['profile']}: not a GPU"
+    return (
+        f"{job['model']}, {job['batches']} batches of {job['batch']} x {job['image']}², "
+        f"{job['process']} - {where}"
+    )
+
+
+def check_order(record: dict) -> None:
+    """Raise LabError when a strategy's results differ from the first one's."""
+    for row in record["strategies"]:
+        if not is_right(record, row):
+            raise LabError(
+                f"{row['name']} gave other results than {record['strategies'][0]['name']}: "
+                "its bytes are wrong, so its speed means nothing"
+            )

@@ -1,0 +1,442 @@
+"""OutputWorkers: processes, or threads, that consume batches on the host.
+
+Each worker has a pipe of its own, so one that dies in the middle of a message harms no other.
+
+    main loop --submit--> feeder thread --pipe--> worker: process(index, tensor)
+        ^                                              |
+        +------- results(), or a wait for a slot <-----+  (index, outcome, seconds)
+
+A task carries a batch index and what to read: for a pool's slot its index and shape, some
+100 bytes; for a bare tensor all its bytes, written by the feeder thread.
+The parent knows which worker has which batch, and waits for results and for the end of a
+worker at the same time. A worker ends when its pipe closes, or at once when its parent ends.
+"""
+
+import ctypes
+import functools
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from multiprocessing import connection
+
+import torch
+
+from .buffers import BufferPool, Slot, view_slot
+from .errors import LabError
+from .presets import check_count
+
+# `fork` after CUDA breaks, so never that. A fork server that has imported torch starts each
+# worker in some 20 ms, where `spawn` imports torch anew in each.
+_METHODS = multiprocessing.get_all_start_methods()
+START_METHOD = "forkserver" if "forkserver" in _METHODS else "spawn"
+# A bare tensor travels in pieces, so that the receiver's own buffer stays in the cache.
+_PIECE_BYTES = 2**20
+# For a worker that never gets ready, as one whose imports wait for a network.
+_START_LIMIT_S = 120.0
+# For a worker that is still busy with a batch when the run is over; then it is ended.
+_CLOSE_LIMIT_S = 2.0
+
+
+class WorkerError(LabError):
+    """A batch failed. `batch`, `worker`, `results` (those made already, by batch index)."""
+
+    def __init__(self, message: str, batch: int | None, worker: int, results: dict, trace: str = ""):
+        super().__init__(message)
+        self.batch, self.worker, self.results, self.trace = batch, worker, results, trace
+
+    def _render_traceback_(self):
+        return [*super()._render_traceback_(), *self.trace.splitlines()]
+
+
+class OutputWorkers:
+    """`count` workers that call `process(batch_index, host_tensor)` for each batch submitted.
+
+    `process` is importable by name: a function of a module, or a functools.partial of one.
+    It owns `host_tensor` only until it returns. What it returns is pickled and sent back.
+    With `pool`, slots of that pool can be submitted; they are released when processed.
+    At most `limit` bare tensors are under way at once. `threads=True` uses threads of this
+    process, which is good for work that releases the interpreter lock and bad for all other.
+    """
+
+    def __init__(
+        self,
+        process,
+        count: int,
+        pool: BufferPool | None = None,
+        limit: int = 4,
+        threads: bool = False,
+    ):
+        check_count("workers", count)
+        if not threads:
+            check_importable(process)
+        self._pool, self._limit = pool, limit
+        self._results, self._under_way = {}, {}  # batch -> result; batch -> slot or None
+        self._error: WorkerError | None = None
+        self._closed = False
+        self.seconds: list[float] = []  # how long each batch took in its worker
+        self._tasks = queue.SimpleQueue()
+        self._feeder = threading.Thread(target=self._feed, name="feeder", daemon=True)
+        kind = _ThreadWorker if threads else _ProcessWorker
+        memory = None if pool is None else pool.memory
+        self._workers = []
+        try:
+            for number in range(count):
+                self._workers.append(kind(number, process, memory))
+            self._feeder.start()
+            self._wait_until_ready()
+        except BaseException:
+            self._abort()
+            raise
+        if pool is not None:
+            pool.wait_for_release = self._wait_for_release
+
+    def submit(self, batch: int, item: Slot | torch.Tensor) -> None:
+        """Hand over a filled slot, or a host tensor, as batch number `batch`.
+
+        Returns at once for a slot; for a tensor, once fewer than `limit` are under way.
+        Raises LabError for a slot whose copy is still running and for a batch submitted twice,
+        and WorkerError when a worker has failed.
+        """
+        self._check()
+        if batch in self._under_way or batch in self._results:
+            raise LabError(f"batch {batch} was submitted twice")
+        if isinstance(item, Slot):
+            if not item.event.query():
+                raise LabError(
+                    f"slot {item.index} was submitted while its copy is running: "
+                    "call slot.event.synchronize() first"
+                )
+            task = (batch, item.index, tuple(item.tensor.shape))
+            self._under_way[batch] = item
+        else:
+            if type(item) is not torch.Tensor or item.is_cuda or item.requires_grad:
+                raise LabError(
+                    f"batch {batch} is no plain host tensor: submit tensor.detach().cpu()"
+                )
+            while len(self._under_way) >= self._limit:
+                self._collect()
+            task = (batch, None, item)
+            self._under_way[batch] = None
+        worker = min(self._workers, key=lambda worker: len(worker.batches))
+        worker.batches.append(batch)
+        self._tasks.put((worker, task))
+
+    def results(self) -> list:
+        """Wait for all that was submitted; return what `process` returned, in batch order.
+
+        The workers can then be given a new run. Raises WorkerError when a worker has failed.
+        """
+        self._check()
+        while self._under_way:
+            self._collect()
+        results, self._results = self._results, {}
+        return [results[batch] for batch in sorted(results)]
+
+    def close(self) -> None:
+        """Let every worker finish the batch it is at, then end it. Bounded; may be repeated."""
+        if self._closed:
+            return
+        self._stop_feeder()
+        for worker in self._workers:
+            worker.end()
+        deadline = time.monotonic() + _CLOSE_LIMIT_S
+        for worker in self._workers:
+            worker.join(deadline)
+        self._forget()
+
+    def __enter__(self) -> "OutputWorkers":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.close() if kind is None else self._abort()
+
+    # Waiting: the only places where the main loop blocks.
+
+    def _wait_for_release(self) -> None:
+        if not any(self._under_way.values()):
+            self._pool._nobody_releases()
+        self._collect()
+
+    def _collect(self, timeout: float | None = None) -> bool:
+        """Wait until a worker has sent something or has ended; take all that is there."""
+        self._check()
+        sources = {worker.replies: worker for worker in self._workers}
+        ends = {worker.sentinel: worker for worker in self._workers if worker.sentinel is not None}
+        ready = connection.wait([*sources, *ends], timeout)
+        # First what was sent: a worker may have sent its last result and then died.
+        workers = [sources[source] for source in ready if source in sources]
+        for worker in dict.fromkeys(workers):
+            self._take(worker)
+        for end in ready:
+            if end in ends:
+                while ends[end].replies.poll():
+                    self._take(ends[end])
+                self._fail_worker(ends[end])
+        return bool(ready)
+
+    def _take(self, worker: "_Worker") -> None:
+        try:
+            batch, outcome, value, seconds = pickle.loads(worker.replies.recv_bytes())
+        except (EOFError, OSError):
+            self._fail_worker(worker)
+        if outcome == "ready":
+            worker.ready = True
+            return
+        worker.batches.remove(batch)
+        slot = self._under_way.pop(batch)
+        if slot is not None:
+            self._pool.release(slot)
+        if outcome == "failed":
+            message, trace = value
+            self._fail(f"batch {batch} failed in worker {worker.number}: {message}",
+                       batch, worker, trace)  # fmt: skip
+        self._results[batch] = value
+        self.seconds.append(seconds)
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _START_LIMIT_S
+        while not all(worker.ready for worker in self._workers):
+            if not self._collect(max(0.0, deadline - time.monotonic())):
+                late = next(worker for worker in self._workers if not worker.ready)
+                self._fail(f"worker {late.number} was not ready after {_START_LIMIT_S:.0f} s: "
+                           "look at what its module imports", None, late)  # fmt: skip
+
+    # Failing: the first error stays, and every later call raises it.
+
+    def _check(self) -> None:
+        if self._closed:
+            raise LabError("these workers are closed: make new ones")
+        if self._error is not None:
+            raise self._error
+
+    def _fail_worker(self, worker: "_Worker") -> None:
+        batch = worker.batches[0] if worker.batches else None
+        doing = "while starting" if not worker.ready else "while idle"
+        if batch is not None:
+            doing = f"with batch {batch}"
+        self._fail(f"worker {worker.number} {worker.how_it_ended()} {doing}", batch, worker)
+
+    def _fail(self, message: str, batch: int | None, worker: "_Worker", trace: str = "") -> None:
+        self._error = WorkerError(message, batch, worker.number, dict(self._results), trace)
+        raise self._error
+
+    def _abort(self) -> None:
+        """End every worker now, whatever it is doing."""
+        if self._closed:
+            return
+        for worker in self._workers:
+            worker.kill()
+        self._stop_feeder()
+        for worker in self._workers:
+            worker.end()
+            worker.join(time.monotonic() + _CLOSE_LIMIT_S)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._closed = True
+        if self._pool is not None:
+            self._pool.wait_for_release = self._pool._nobody_releases
+
+    # The feeder thread.
+
+    def _feed(self) -> None:
+        while (item := self._tasks.get()) is not None:
+            worker, task = item
+            try:
+                worker.send(task)
+            except OSError:
+                pass  # the worker is gone: _collect sees its end and says so
+            except Exception:
+                worker.kill()  # this batch cannot be sent: let _collect end the run
+                raise
+            del item, task  # keep no batch alive while waiting for the next
+
+    def _stop_feeder(self) -> None:
+        self._tasks.put(None)
+        if self._feeder.ident is not None:
+            self._feeder.join(_CLOSE_LIMIT_S)
+
+
+class _Worker:
+    """What the parent keeps of a worker: its number, its batches, its end of the pipe."""
+
+    sentinel = None
+
+    def __init__(self, number: int):
+        self.number = number
+        self.batches: deque[int] = deque()
+        self.ready = False
+
+
+class _ProcessWorker(_Worker):
+    def __init__(self, number: int, process, memory: torch.Tensor | None):
+        super().__init__(number)
+        context = multiprocessing.get_context(START_METHOD)
+        if START_METHOD == "forkserver":
+            context.set_forkserver_preload(["torch", "labkit.workload", "labkit.workers"])
+        self.replies, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_worker_main, args=(theirs, process, memory), name=f"worker {number}", daemon=True
+        )
+        self._process.start()
+        theirs.close()  # so that our reads end when the worker does
+        self.sentinel = self._process.sentinel
+
+    def send(self, task) -> None:
+        batch, slot, content = task
+        if slot is not None:
+            self.replies.send(task)
+            return
+        # As the bytes it consists of: torch's own way would take a piece of shared memory
+        # and a file descriptor for each tensor, and pickling them would copy them twice.
+        data = memoryview(content.contiguous().view(-1).view(torch.uint8).numpy())
+        self.replies.send((batch, None, (len(data), content.dtype, tuple(content.shape))))
+        for first in range(0, len(data), _PIECE_BYTES):
+            self.replies.send_bytes(data[first : first + _PIECE_BYTES])
+
+    def end(self) -> None:
+        self.replies.close()
+
+    def join(self, deadline: float) -> None:
+        self._process.join(max(0.0, deadline - time.monotonic()))
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(_CLOSE_LIMIT_S)
+        self.kill()
+        self._process.join(_CLOSE_LIMIT_S)
+
+    def kill(self) -> None:
+        if self._process.is_alive():
+            self._process.kill()
+
+    def how_it_ended(self) -> str:
+        self._process.join(_CLOSE_LIMIT_S)
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            return f"was killed by {name}{hint}"
+        return f"ended with exit code {code}"
+
+
+class _ThreadWorker(_Worker):
+    def __init__(self, number: int, process, memory: torch.Tensor | None):
+        super().__init__(number)
+        self._tasks = queue.SimpleQueue()
+        self.replies, self._theirs = multiprocessing.Pipe(duplex=False)
+        self._thread = threading.Thread(
+            target=_serve,
+            args=(self._tasks.get, self._theirs.send_bytes, process, memory),
+            name=f"worker {number}",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def send(self, task) -> None:
+        self._tasks.put(task)
+
+    def end(self) -> None:
+        self._tasks.put(None)
+
+    def join(self, deadline: float) -> None:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        self.replies.close()
+
+    def kill(self) -> None:
+        """A thread cannot be ended from outside: it ends after the batch it is at."""
+
+    def how_it_ended(self) -> str:
+        return "ended"
+
+
+def _worker_main(pipe: connection.Connection, process, memory: torch.Tensor | None) -> None:
+    """A worker process, from start to end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    _keep_freed_memory()
+
+    def receive():
+        try:
+            task = pipe.recv()
+            return task if task[1] is not None else _receive_tensor(pipe, task)
+        except EOFError:  # the parent closed its end: no more work
+            return None
+
+    try:
+        _serve(receive, pipe.send_bytes, process, memory)
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(1)  # the parent is gone and wants no result
+
+
+def _receive_tensor(pipe: connection.Connection, task):
+    batch, _, (size, dtype, shape) = task
+    flat = torch.empty(size, dtype=torch.uint8)
+    data = memoryview(flat.numpy())
+    for first in range(0, size, _PIECE_BYTES):
+        pipe.recv_bytes_into(data[first : first + _PIECE_BYTES])
+    return batch, None, flat.view(dtype).view(shape)
+
+
+def _serve(receive, reply, process, memory: torch.Tensor | None) -> None:
+    """Process tasks until there are no more; every task gets exactly one reply."""
+    reply(pickle.dumps((None, "ready", None, 0.0)))
+    while (task := receive()) is not None:
+        batch, slot, content = task
+        start = time.perf_counter()
+        try:
+            tensor = content if slot is None else view_slot(memory[slot], content)
+            result = process(batch, tensor)
+            seconds = time.perf_counter() - start
+            answer = pickle.dumps((batch, "done", result, seconds))
+        except Exception as error:
+            first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+            answer = pickle.dumps((batch, "failed", (first_line, traceback.format_exc()), 0.0))
+        task = content = tensor = result = None  # hold no batch while waiting for the next
+        reply(answer)
+
+
+def _end_with_parent() -> None:
+    connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to keep freed memory in this process instead of giving it back.
+
+    A worker allocates the same large buffers for each batch. By default glibc returns them
+    to the kernel, which hands out new pages to be faulted in and zeroed, at 1 to 2 GB/s.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is not None:
+        m_trim_threshold, m_mmap_max = -1, -4  # from malloc.h
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def check_importable(process) -> None:
+    """Raise LabError unless a new process can import `process`."""
+    function = process
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__qualname__", repr(function))
+    module = getattr(function, "__module__", None)
+    in_cell = module == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
+    if in_cell or "<lambda>" in name or "<locals>" in name:
+        raise LabError(
+            f"worker processes cannot import {name!r}: put it in a module (a .py file beside the "
+            "notebook) and import it, or use threads=True"
+        )
+    try:
+        pickle.dumps(process)
+    except Exception as error:
+        raise LabError(f"worker processes cannot be sent {name!r}: {error}") from None
