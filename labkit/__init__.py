@@ -1,0 +1,40 @@
+"""Five labs on getting a model's output off the GPU: the package that the notebooks use.
+
+Read it in this order: job, pipelines, buffers, workers, device, timing.
+"""
+
+import importlib
+
+_HOME = {
+    "LabError": "errors",
+    "Preset": "presets",
+    "get_preset": "presets",
+    "open_device": "device",
+    "Job": "job",
+    "digest": "job",
+    "segmentation_job": "workload",
+    "archive": "workload",
+    "class_map": "workload",
+    "BufferPool": "buffers",
+    "OutputWorkers": "workers",
+    "StreamPipeline": "pipelines",
+    "measure": "timing",
+    "load_record": "results",
+    "save_record": "results",
+    "check_digests": "results",
+    "ladder_table": "results",
+    "plot_ladder": "plots",
+    "show_figure": "plots",
+}
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str):
+    # Loaded when first used: `labkit --help` must not wait for torch.
+    if name not in _HOME:
+        raise AttributeError(f"module 'labkit' has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -158,11 +158,44 @@ def title(record: dict) -> str:
     )
 
 
-def check_order(record: dict) -> None:
-    """Raise LabError when a strategy's results differ from the first one's."""
+def check_digests(record: dict) -> str:
+    """A sentence that all strategies returned the same results.
+
+    Raises LabError when one did not: then its bytes are wrong, and its speed means nothing.
+    """
+    first = record["strategies"][0]
     for row in record["strategies"]:
         if not is_right(record, row):
             raise LabError(
-                f"{row['name']} gave other results than {record['strategies'][0]['name']}: "
-                "its bytes are wrong, so its speed means nothing"
+                f"{row['name']} returned other results than {first['name']} "
+                f"(digest {row['digest']}, not {first['digest']}): its bytes are wrong"
             )
+    names = ", ".join(row["name"] for row in record["strategies"])
+    return f"{names}: {first['batches']} batches each, results equal (digest {first['digest']})"
+
+
+def ladder_table(record: dict):
+    """The record as a rich table: one row a strategy, and the ceiling."""
+    from rich import box
+    from rich.table import Table
+
+    ceiling = record["ceiling"]["samples_per_s"]
+    table = Table(title=title(record), title_justify="left", box=box.SIMPLE, padding=(0, 1))
+    table.add_column("strategy", no_wrap=True)
+    for name in ("samples/s", "min to max", "gain", "of ceiling", "GPU busy", "results"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in record["strategies"]:
+        times = speedup(record, row)
+        low, high = row["spread"]
+        table.add_row(
+            row["name"],
+            f"{row['samples_per_s']:,.1f}",
+            f"{low:,.0f} to {high:,.0f}",
+            "" if times is None else f"{times:.2f}x",
+            f"{row['samples_per_s'] / ceiling:.0%}" if is_right(record, row) else "",
+            f"{row['gpu_busy']:.0%}",
+            "equal" if is_right(record, row) else "WRONG BYTES",
+        )
+    table.add_section()
+    table.add_row(f"ceiling: {record['ceiling']['limited_by']}", f"{ceiling:,.1f}")
+    return table

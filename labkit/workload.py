@@ -98,7 +98,7 @@ def load_images(folder: str | Path | None, size: int, limit: int) -> torch.Tenso
 
     Raises LabError, naming the file, for a folder without images and for one that is broken.
     """
-    if folder is None:
+    if not folder:
         source = resources.files("skimage.data")
         paths = [source / name for name in _SAMPLES]
     else:

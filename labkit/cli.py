@@ -1,0 +1,158 @@
+"""The command line: `labkit doctor | run | bench`. torch is imported only when it is needed."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .errors import LabError
+from .presets import PRESETS, get_preset
+
+app = typer.Typer(
+    help="Five labs on getting a model's output off the GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+Device = Annotated[str, typer.Option(help="auto, cuda or emulated")]
+PresetName = Annotated[str, typer.Option(help=f"auto, {', '.join(PRESETS)}")]
+
+
+@app.command()
+def bench(
+    device: Device = "auto",
+    preset: PresetName = "auto",
+    strategies: Annotated[str | None, typer.Option(help="comma-separated; all by default")] = None,
+    batches: Annotated[int | None, typer.Option(help="batches in one run")] = None,
+    workers: Annotated[int | None, typer.Option(help="worker processes")] = None,
+    slots: Annotated[int | None, typer.Option(help="host buffers in a pool")] = None,
+    depth: Annotated[int | None, typer.Option(help="copies in flight in stream_pipeline")] = None,
+    images: Annotated[Path | None, typer.Option(help="folder of photographs")] = None,
+    json: Annotated[Path | None, typer.Option(help="write the record to this file")] = None,
+) -> None:
+    """Time the strategies and print the ladder."""
+    # Everything that can be refused is refused before torch is loaded.
+    get_preset(
+        preset, "emulated", batches=batches, workers=workers, slots=slots, depth=depth
+    )
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from .device import open_device
+    from .results import check_digests, ladder_table, save_record
+    from .timing import measure, pick_strategies
+    from .workload import segmentation_job
+
+    chosen = pick_strategies(strategies)
+    opened = open_device(device)
+    size = get_preset(
+        preset, opened.kind, batches=batches, workers=workers, slots=slots, depth=depth
+    )
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    # Drawn between the runs only: a timed loop shares its cores with nothing of ours.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
+        task = progress.add_task("loading the model", total=None)
+
+        def show(step: str) -> None:
+            progress.update(task, description=step)
+            progress.refresh()
+
+        progress.refresh()
+        job = segmentation_job(size, opened, images=images)
+        record = measure(job, chosen, size, progress=show)
+        job.close()
+    if json is not None:
+        save_record(record, json)
+    Console().print(ladder_table(record))
+    check_digests(record)
+
+
+@app.command()
+def run(
+    notebooks: Annotated[
+        list[str] | None, typer.Argument(help="names or paths, such as 02; all by default")
+    ] = None,
+    device: Device = "auto",
+    preset: PresetName = "auto",
+    parameter: Annotated[
+        list[str] | None, typer.Option("-p", help="name=value, given to every notebook")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="folder for notebooks, figures, records")] = Path(
+        "build"
+    ),
+) -> None:
+    """Run the notebooks headlessly and print the ladder of the last one."""
+    get_preset(preset, "emulated")
+    from .notebooks import find_notebooks, parse_parameters, run_notebook
+
+    paths = find_notebooks(notebooks or [])
+    given = [f"device={device}", f"preset={preset}", f"results_dir={out.resolve()}"]
+    values = [parse_parameters([*given, *(parameter or [])], path) for path in paths]
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from .device import open_device
+
+    for value in values:
+        size = get_preset(value.get("preset", preset), "emulated")
+        if value.get("batches"):
+            get_preset(size.name, "emulated", batches=value["batches"])
+        open_device(value.get("device", device))  # an unknown or absent one is refused here
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, refresh_per_second=1) as progress:
+        task = progress.add_task("", total=len(paths))
+        for path, value in zip(paths, values, strict=True):
+            progress.update(task, description=path.stem)
+            run_notebook(path, out, value)
+            progress.console.print(f"{path.stem}: done")
+            progress.advance(task)
+    _print_ladder(out / "records" / f"{paths[-1].stem}.json")
+
+
+def _print_ladder(path: Path) -> None:
+    from rich.console import Console
+
+    from .results import ladder_table, load_record
+
+    if path.exists():
+        Console().print(ladder_table(load_record(path)))
+
+
+@app.command()
+def doctor() -> None:
+    """Look for what would make the labs fail on this machine, and say how to mend it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from .doctor import examine
+
+    table = Table(show_header=False, box=None)
+    findings = examine()
+    for finding in findings:
+        table.add_row(finding.verdict, finding.what, finding.detail, finding.fix)
+    Console().print(table)
+    if any(finding.verdict == "bad" for finding in findings):
+        raise LabError("this machine cannot run the labs as it is: see the lines marked bad")
+
+
+def main() -> None:
+    """Run the command line. Every error is one line on standard error and a non-zero exit."""
+    try:
+        sys.exit(app(standalone_mode=False) or 0)
+    except LabError as error:
+        trace = getattr(error, "trace", "")  # of a worker: the user's own code failed there
+        message, code = f"{error}\n{trace}".strip(), 1
+    except KeyboardInterrupt:
+        message, code = "interrupted", 130
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # the command line's own usage errors have it
+            raise
+        message, code = error.format_message(), 2
+    print(f"labkit: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

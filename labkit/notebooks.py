@@ -1,0 +1,187 @@
+"""The notebooks as files: built from their sources, given parameters, run headlessly."""
+
+import ast
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from .errors import LabError
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+# For a kernel that cannot start, and for a cell that hangs: the run ends with an error.
+START_LIMIT_S = 120
+CELL_LIMIT_S = 900
+
+
+def find_notebooks(names: list[str], folder: Path = FOLDER) -> list[Path]:
+    """The notebooks called `names`, in order; all five for an empty list.
+
+    A name is a file's path, a notebook's name, or the beginning of one: `02`. Raises LabError
+    for a name that fits none.
+    """
+    known = sorted(folder.glob("0*.ipynb"))
+    if not known:
+        raise LabError(f"no notebooks in {str(folder)!r}: run labkit from a checkout of the labs")
+    if not names:
+        return known
+    found = []
+    for name in names:
+        path = Path(name)
+        if path.suffix == ".ipynb" and path.is_file():
+            found.append(path)
+            continue
+        fits = [path for path in known if name and path.stem.startswith(path_stem(name))]
+        if len(fits) != 1:
+            stems = ", ".join(path.stem for path in known)
+            raise LabError(f"unknown notebook {name!r}: choose from {stems}")
+        found += fits
+    return found
+
+
+def path_stem(name: str) -> str:
+    return Path(name).name.removesuffix(".ipynb")
+
+
+def read_parameters(path: Path) -> dict:
+    """Names and default values of the assignments in a notebook's `parameters` cell."""
+    import nbformat
+
+    try:
+        notebook = nbformat.read(path, as_version=4)
+    except Exception as error:
+        raise LabError(f"{str(path)!r} is not a notebook: {type(error).__name__}") from None
+    cells = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
+    defaults = {}
+    for cell in cells:
+        for node in ast.parse(cell.source).body:
+            if isinstance(node, ast.AnnAssign) and node.value is not None:
+                defaults[node.target.id] = ast.literal_eval(node.value)
+    return defaults
+
+
+def parse_parameters(assignments: list[str], path: Path) -> dict:
+    """`name=value` texts as values of the types that the notebook at `path` declares.
+
+    Raises LabError for a name that it does not have and for a value of another type.
+    """
+    declared = read_parameters(path)
+    values = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise LabError(f"cannot read parameter {assignment!r}: write it as name=value")
+        if name not in declared:
+            names = ", ".join(declared) or "none"
+            raise LabError(f"notebook {path.stem} has no parameter {name!r}: it has {names}")
+        values[name] = _parse(name, text, type(declared[name]))
+    return values
+
+
+def _parse(name: str, text: str, kind: type):
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        value = kind(text)
+        if value != value or value in (float("inf"), float("-inf")):
+            raise ValueError
+        return value
+    except (ValueError, KeyError):
+        wanted = "true or false" if kind is bool else f"of type {kind.__name__}"
+        raise LabError(f"parameter {name} must be {wanted}, got {text!r}") from None
+
+
+def run_notebook(path: Path, out: Path, parameters: dict) -> Path:
+    """Execute the notebook at `path` in a kernel of its own and write it into the folder `out`.
+
+    A notebook that fails is kept as `NAME.failed.ipynb`, and LabError names the cell.
+    """
+    import papermill
+
+    done = out / path.name
+    failed = out / f"{path.stem}.failed.ipynb"
+    running = out / f"{path.stem}.running.ipynb"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for old in (done, failed, running):
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise LabError(f"cannot write to {str(out)!r}: {error.strerror}") from None
+    # This Python's own kernel, whatever else is called python3 on this machine.
+    ours = str(Path(sys.prefix) / "share" / "jupyter")
+    os.environ["JUPYTER_PATH"] = os.pathsep.join(
+        dict.fromkeys([ours, *filter(None, os.environ.get("JUPYTER_PATH", "").split(os.pathsep))])
+    )
+    try:
+        with tempfile.TemporaryDirectory(prefix="labkit-") as sockets:
+            papermill.execute_notebook(
+                str(path),
+                str(running),
+                parameters=parameters,
+                kernel_name="python3",
+                progress_bar=False,
+                start_timeout=START_LIMIT_S,
+                execution_timeout=CELL_LIMIT_S,
+                kernel_manager_class=_private_kernel_manager(Path(sockets)),
+            )
+    except Exception as error:
+        kept = ""
+        if running.exists():
+            running.replace(failed)
+            kept = f" (as far as it got: {failed})"
+        raise LabError(f"{path.stem}: {_explain(error)}{kept}") from None
+    running.replace(done)
+    return done
+
+
+def _private_kernel_manager(folder: Path):
+    """Kernels that talk over sockets in `folder`: TCP ports can be taken or listened to."""
+    from jupyter_client.manager import AsyncKernelManager
+
+    class PrivateKernelManager(AsyncKernelManager):
+        def __init__(self, **options):
+            if os.name == "posix":
+                options |= {"transport": "ipc", "connection_file": str(folder / "kernel.json")}
+            super().__init__(**options)
+
+    return PrivateKernelManager
+
+
+def _explain(error: Exception) -> str:
+    if hasattr(error, "ename"):  # papermill's own error: a cell raised
+        first_line = (error.source.strip().splitlines() or [""])[0]
+        return f"cell {error.cell_index + 1} ({first_line!r}) failed: {error.ename}: {error.evalue}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def build(source: Path) -> str:
+    """The .ipynb text for a percent-format source: no outputs, fixed ids, one canonical form."""
+    import jupytext
+    import nbformat
+
+    notebook = jupytext.read(source, fmt="py:percent")
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number:02}"
+        cell.metadata = {"tags": cell.metadata["tags"]} if "tags" in cell.metadata else {}
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    nbformat.validate(notebook)
+    return nbformat.writes(notebook, version=nbformat.NO_CONVERT) + "\n"
+
+
+def main(report: Callable[[str], None] = print) -> None:
+    """Write every notebook from its source: `python -m labkit.notebooks`."""
+    for source in sorted(FOLDER.glob("0*.py")):
+        source.with_suffix(".ipynb").write_text(build(source))
+        report(f"built {source.with_suffix('.ipynb').name}")
+
+
+if __name__ == "__main__":
+    main()
