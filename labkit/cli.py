@@ -33,18 +33,18 @@ def bench(
 ) -> None:
     """Time the strategies and print the ladder."""
     # Everything that can be refused is refused before torch is loaded.
-    get_preset(
-        preset, "emulated", batches=batches, workers=workers, slots=slots, depth=depth
-    )
+    get_preset(preset, "emulated", batches=batches, workers=workers, slots=slots, depth=depth)
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from .device import open_device
-    from .results import check_digests, ladder_table, save_record
+    from .results import check_digests, check_writable, ladder_table, save_record
     from .timing import measure, pick_strategies
     from .workload import segmentation_job
 
     chosen = pick_strategies(strategies)
+    if json is not None:
+        check_writable(json)
     opened = open_device(device)
     size = get_preset(
         preset, opened.kind, batches=batches, workers=workers, slots=slots, depth=depth
@@ -62,9 +62,9 @@ def bench(
         job = segmentation_job(size, opened, images=images)
         record = measure(job, chosen, size, progress=show)
         job.close()
+    Console().print(ladder_table(record))
     if json is not None:
         save_record(record, json)
-    Console().print(ladder_table(record))
     check_digests(record)
 
 
@@ -99,7 +99,12 @@ def run(
         if value.get("batches"):
             get_preset(size.name, "emulated", batches=value["batches"])
         open_device(value.get("device", device))  # an unknown or absent one is refused here
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     console = Console(stderr=True)
     with Progress(*columns, console=console, refresh_per_second=1) as progress:
         task = progress.add_task("", total=len(paths))

@@ -28,8 +28,15 @@ SCHEMA = _object(
     ),
     host=_object(cores=_COUNT, python=_TEXT, torch=_TEXT, torchvision=_TEXT),
     job=_object(
-        model=_TEXT, preset=_TEXT, batch=_COUNT, image=_COUNT, dtype=_TEXT,
-        output_bytes=_COUNT, batches=_COUNT, samples=_COUNT, process=_TEXT,
+        model=_TEXT,
+        preset=_TEXT,
+        batch=_COUNT,
+        image=_COUNT,
+        dtype=_TEXT,
+        output_bytes=_COUNT,
+        batches=_COUNT,
+        samples=_COUNT,
+        process=_TEXT,
     ),  # fmt: skip
     ceiling=_object(
         samples_per_s=_NUMBER,
@@ -96,6 +103,17 @@ def make_record(job, preset, ceiling: dict, strategies: list[dict]) -> dict:
     }
 
 
+def check_writable(path: str | Path) -> None:
+    """Raise LabError unless a file can be written at `path`: asked before the work is done."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LabError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise LabError(f"cannot write {str(path)!r}: choose another place")
+
+
 def save_record(record: dict, path: str | Path) -> Path:
     """Write `record` to `path` as JSON; a reader sees the whole of it or nothing.
 
@@ -120,7 +138,9 @@ def load_record(path: str | Path) -> dict:
     path = Path(path)
     try:
         if path.stat().st_size > _SIZE_LIMIT_BYTES:
-            raise LabError(f"{str(path)!r} is too large for a record ({path.stat().st_size:,} bytes)")
+            raise LabError(
+                f"{str(path)!r} is too large for a record ({path.stat().st_size:,} bytes)"
+            )
         record = json.loads(path.read_text())
         jsonschema.validate(record, SCHEMA)
     except OSError as error:
@@ -182,19 +202,19 @@ def ladder_table(record: dict):
     ceiling = record["ceiling"]["samples_per_s"]
     table = Table(title=title(record), title_justify="left", box=box.SIMPLE, padding=(0, 1))
     table.add_column("strategy", no_wrap=True)
-    for name in ("samples/s", "min to max", "gain", "of ceiling", "GPU busy", "results"):
+    for name in ("samples/s", "min to max", "gain", "of ceiling", "GPU busy"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in record["strategies"]:
         times = speedup(record, row)
         low, high = row["spread"]
+        right = is_right(record, row)
         table.add_row(
             row["name"],
             f"{row['samples_per_s']:,.1f}",
-            f"{low:,.0f} to {high:,.0f}",
-            "" if times is None else f"{times:.2f}x",
-            f"{row['samples_per_s'] / ceiling:.0%}" if is_right(record, row) else "",
+            f"{low:,.1f} to {high:,.1f}",
+            "wrong bytes" if not right else "" if times is None else f"{times:.2f}x",
+            f"{row['samples_per_s'] / ceiling:.0%}" if right else "",
             f"{row['gpu_busy']:.0%}",
-            "equal" if is_right(record, row) else "WRONG BYTES",
         )
     table.add_section()
     table.add_row(f"ceiling: {record['ceiling']['limited_by']}", f"{ceiling:,.1f}")

@@ -47,7 +47,9 @@ _CLOSE_LIMIT_S = 2.0
 class WorkerError(LabError):
     """A batch failed. `batch`, `worker`, `results` (those made already, by batch index)."""
 
-    def __init__(self, message: str, batch: int | None, worker: int, results: dict, trace: str = ""):
+    def __init__(
+        self, message: str, batch: int | None, worker: int, results: dict, trace: str = ""
+    ):
         super().__init__(message)
         self.batch, self.worker, self.results, self.trace = batch, worker, results, trace
 
@@ -283,7 +285,10 @@ class _ProcessWorker(_Worker):
             context.set_forkserver_preload(["torch", "labkit.workload", "labkit.workers"])
         self.replies, theirs = context.Pipe()
         self._process = context.Process(
-            target=_worker_main, args=(theirs, process, memory), name=f"worker {number}", daemon=True
+            target=_worker_main,
+            args=(theirs, process, memory),
+            name=f"worker {number}",
+            daemon=True,
         )
         self._process.start()
         theirs.close()  # so that our reads end when the worker does
