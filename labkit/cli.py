@@ -98,7 +98,7 @@ def run(
         size = get_preset(value.get("preset", preset), "emulated")
         if value.get("batches"):
             get_preset(size.name, "emulated", batches=value["batches"])
-        open_device(value.get("device", device))  # an unknown or absent one is refused here
+        open_device(value.get("device", device))
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

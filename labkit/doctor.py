@@ -71,9 +71,7 @@ def _gpu() -> Finding:
 def _cores() -> Finding:
     cores = usable_cores()
     if cores < 2:
-        return Finding(
-            "note", "cores", f"{cores}", "with one core the ladder's steps blur: use two"
-        )
+        return Finding("note", "cores", f"{cores}", "with one core the steps blur: use two")
     return Finding("ok", "cores", f"{cores}")
 
 
@@ -148,9 +146,7 @@ def _kernel() -> Finding:
 def _nsys() -> Finding:
     path = shutil.which("nsys")
     if path is None:
-        return Finding(
-            "note", "Nsight Systems", "not installed", "only lab 1's last section uses it"
-        )
+        return Finding("note", "Nsight Systems", "not installed", "only lab 1 mentions it")
     return Finding("ok", "Nsight Systems", "nsys is on the PATH")
 
 

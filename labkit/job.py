@@ -77,7 +77,7 @@ class Job:
             yield self.device.upload(self.inputs[first : first + size])
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Queue the model on `images`, on the current stream. Returns before the result is there."""
+        """Queue the model on `images` on the current stream. Returns before the result is there."""
         with torch.inference_mode():
             return self._model(images)
 

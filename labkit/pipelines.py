@@ -28,7 +28,7 @@ def multi_worker(job, workers):
 
 
 def buffer_pool(job, workers, pool):
-    """Copy into memory that the workers share: a slot's number goes to the worker, not its bytes."""
+    """Copy into memory that the workers share: they get a slot's number, not its bytes."""
     for index, images in enumerate(job.batches()):
         scores = job.forward(images)
         slot = pool.acquire()  # waits until a worker has given one back

@@ -138,9 +138,7 @@ def load_record(path: str | Path) -> dict:
     path = Path(path)
     try:
         if path.stat().st_size > _SIZE_LIMIT_BYTES:
-            raise LabError(
-                f"{str(path)!r} is too large for a record ({path.stat().st_size:,} bytes)"
-            )
+            raise LabError(f"{str(path)!r} is too large for a record")
         record = json.loads(path.read_text())
         jsonschema.validate(record, SCHEMA)
     except OSError as error:
@@ -210,12 +208,16 @@ def ladder_table(record: dict):
         right = is_right(record, row)
         table.add_row(
             row["name"],
-            f"{row['samples_per_s']:,.1f}",
-            f"{low:,.1f} to {high:,.1f}",
+            _rate(row["samples_per_s"]),
+            f"{_rate(low)} to {_rate(high)}",
             "wrong bytes" if not right else "" if times is None else f"{times:.2f}x",
             f"{row['samples_per_s'] / ceiling:.0%}" if right else "",
             f"{row['gpu_busy']:.0%}",
         )
     table.add_section()
-    table.add_row(f"ceiling: {record['ceiling']['limited_by']}", f"{ceiling:,.1f}")
+    table.add_row(f"ceiling: {record['ceiling']['limited_by']}", _rate(ceiling))
     return table
+
+
+def _rate(samples_per_s: float) -> str:
+    return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:,.1f}"

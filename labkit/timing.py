@@ -153,7 +153,7 @@ def measure_ceiling(job: Job, workers: int) -> dict:
 
 
 def _median_seconds(action: Callable[[], None], repeats: int = 5) -> float:
-    """Median seconds of `action`, which waits for the device itself; the first call is not counted."""
+    """Median seconds of `action`, which waits for the device itself; the first call is left out."""
     seconds = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

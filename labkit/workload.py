@@ -108,7 +108,9 @@ def load_images(folder: str | Path | None, size: int, limit: int) -> torch.Tenso
         try:
             paths = sorted(path for path in source.iterdir() if path.suffix.lower() in _SUFFIXES)
         except OSError as error:
-            raise LabError(f"cannot read the image folder {str(folder)!r}: {error.strerror}")
+            raise LabError(
+                f"cannot read the image folder {str(folder)!r}: {error.strerror}"
+            ) from None
         if not paths:
             kinds = ", ".join(sorted(_SUFFIXES))
             raise LabError(f"no images in {str(folder)!r}: it needs files that end in {kinds}")
