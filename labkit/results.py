@@ -200,7 +200,7 @@ def ladder_table(record: dict):
     ceiling = record["ceiling"]["samples_per_s"]
     table = Table(title=title(record), title_justify="left", box=box.SIMPLE, padding=(0, 1))
     table.add_column("strategy", no_wrap=True)
-    for name in ("samples/s", "min to max", "gain", "of ceiling", "GPU busy"):
+    for name in ("samples/s", "min to max", "gain", "of ceiling", "busy"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in record["strategies"]:
         times = speedup(record, row)
