@@ -126,7 +126,7 @@ def _page_locking() -> Finding:
 
 
 def _start_method() -> Finding:
-    from .workers import START_METHOD
+    from .worker import START_METHOD
 
     if START_METHOD != "forkserver":
         return Finding("note", "workers", START_METHOD, "each worker takes seconds to start")

@@ -12,36 +12,23 @@ The parent knows which worker has which batch, and waits for results and for the
 worker at the same time. A worker ends when its pipe closes, or at once when its parent ends.
 """
 
-import ctypes
 import functools
-import multiprocessing
-import os
 import pickle
 import queue
-import signal
 import sys
 import threading
 import time
-import traceback
-from collections import deque
 from multiprocessing import connection
 
 import torch
 
-from .buffers import BufferPool, Slot, view_slot
+from .buffers import BufferPool, Slot
 from .errors import LabError
 from .presets import check_count
+from .worker import CLOSE_LIMIT_S, ProcessWorker, ThreadWorker, Worker
 
-# `fork` after CUDA breaks, so never that. A fork server that has imported torch starts each
-# worker in some 20 ms, where `spawn` imports torch anew in each.
-_METHODS = multiprocessing.get_all_start_methods()
-START_METHOD = "forkserver" if "forkserver" in _METHODS else "spawn"
-# A bare tensor travels in pieces, so that the receiver's own buffer stays in the cache.
-_PIECE_BYTES = 2**20
 # For a worker that never gets ready, as one whose imports wait for a network.
 _START_LIMIT_S = 120.0
-# For a worker that is still busy with a batch when the run is over; then it is ended.
-_CLOSE_LIMIT_S = 2.0
 
 
 class WorkerError(LabError):
@@ -85,7 +72,7 @@ class OutputWorkers:
         self.seconds: list[float] = []  # how long each batch took in its worker
         self._tasks = queue.SimpleQueue()
         self._feeder = threading.Thread(target=self._feed, name="feeder", daemon=True)
-        kind = _ThreadWorker if threads else _ProcessWorker
+        kind = ThreadWorker if threads else ProcessWorker
         memory = None if pool is None else pool.memory
         self._workers = []
         try:
@@ -148,7 +135,7 @@ class OutputWorkers:
         self._stop_feeder()
         for worker in self._workers:
             worker.end()
-        deadline = time.monotonic() + _CLOSE_LIMIT_S
+        deadline = time.monotonic() + CLOSE_LIMIT_S
         for worker in self._workers:
             worker.join(deadline)
         self._forget()
@@ -183,7 +170,7 @@ class OutputWorkers:
                 self._fail_worker(ends[end])
         return bool(ready)
 
-    def _take(self, worker: "_Worker") -> None:
+    def _take(self, worker: Worker) -> None:
         try:
             batch, outcome, value, seconds = pickle.loads(worker.replies.recv_bytes())
         except (EOFError, OSError):
@@ -218,14 +205,14 @@ class OutputWorkers:
         if self._error is not None:
             raise self._error
 
-    def _fail_worker(self, worker: "_Worker") -> None:
+    def _fail_worker(self, worker: Worker) -> None:
         batch = worker.batches[0] if worker.batches else None
         doing = "while starting" if not worker.ready else "while idle"
         if batch is not None:
             doing = f"with batch {batch}"
         self._fail(f"worker {worker.number} {worker.how_it_ended()} {doing}", batch, worker)
 
-    def _fail(self, message: str, batch: int | None, worker: "_Worker", trace: str = "") -> None:
+    def _fail(self, message: str, batch: int | None, worker: Worker, trace: str = "") -> None:
         self._error = WorkerError(message, batch, worker.number, dict(self._results), trace)
         raise self._error
 
@@ -238,7 +225,7 @@ class OutputWorkers:
         self._stop_feeder()
         for worker in self._workers:
             worker.end()
-            worker.join(time.monotonic() + _CLOSE_LIMIT_S)
+            worker.join(time.monotonic() + CLOSE_LIMIT_S)
         self._forget()
 
     def _forget(self) -> None:
@@ -263,169 +250,7 @@ class OutputWorkers:
     def _stop_feeder(self) -> None:
         self._tasks.put(None)
         if self._feeder.ident is not None:
-            self._feeder.join(_CLOSE_LIMIT_S)
-
-
-class _Worker:
-    """What the parent keeps of a worker: its number, its batches, its end of the pipe."""
-
-    sentinel = None
-
-    def __init__(self, number: int):
-        self.number = number
-        self.batches: deque[int] = deque()
-        self.ready = False
-
-
-class _ProcessWorker(_Worker):
-    def __init__(self, number: int, process, memory: torch.Tensor | None):
-        super().__init__(number)
-        context = multiprocessing.get_context(START_METHOD)
-        if START_METHOD == "forkserver":
-            context.set_forkserver_preload(["torch", "labkit.workload", "labkit.workers"])
-        self.replies, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_worker_main,
-            args=(theirs, process, memory),
-            name=f"worker {number}",
-            daemon=True,
-        )
-        self._process.start()
-        theirs.close()  # so that our reads end when the worker does
-        self.sentinel = self._process.sentinel
-
-    def send(self, task) -> None:
-        batch, slot, content = task
-        if slot is not None:
-            self.replies.send(task)
-            return
-        # As the bytes it consists of: torch's own way would take a piece of shared memory
-        # and a file descriptor for each tensor, and pickling them would copy them twice.
-        data = memoryview(content.contiguous().view(-1).view(torch.uint8).numpy())
-        self.replies.send((batch, None, (len(data), content.dtype, tuple(content.shape))))
-        for first in range(0, len(data), _PIECE_BYTES):
-            self.replies.send_bytes(data[first : first + _PIECE_BYTES])
-
-    def end(self) -> None:
-        self.replies.close()
-
-    def join(self, deadline: float) -> None:
-        self._process.join(max(0.0, deadline - time.monotonic()))
-        if self._process.is_alive():
-            self._process.terminate()
-            self._process.join(_CLOSE_LIMIT_S)
-        self.kill()
-        self._process.join(_CLOSE_LIMIT_S)
-
-    def kill(self) -> None:
-        if self._process.is_alive():
-            self._process.kill()
-
-    def how_it_ended(self) -> str:
-        self._process.join(_CLOSE_LIMIT_S)
-        code = self._process.exitcode
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            hint = " (out of memory?)" if name == "SIGKILL" else ""
-            return f"was killed by {name}{hint}"
-        return f"ended with exit code {code}"
-
-
-class _ThreadWorker(_Worker):
-    def __init__(self, number: int, process, memory: torch.Tensor | None):
-        super().__init__(number)
-        self._tasks = queue.SimpleQueue()
-        self.replies, self._theirs = multiprocessing.Pipe(duplex=False)
-        self._thread = threading.Thread(
-            target=_serve,
-            args=(self._tasks.get, self._theirs.send_bytes, process, memory),
-            name=f"worker {number}",
-            daemon=True,
-        )
-        self._thread.start()
-
-    def send(self, task) -> None:
-        self._tasks.put(task)
-
-    def end(self) -> None:
-        self._tasks.put(None)
-
-    def join(self, deadline: float) -> None:
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        self.replies.close()
-
-    def kill(self) -> None:
-        """A thread cannot be ended from outside: it ends after the batch it is at."""
-
-    def how_it_ended(self) -> str:
-        return "ended"
-
-
-def _worker_main(pipe: connection.Connection, process, memory: torch.Tensor | None) -> None:
-    """A worker process, from start to end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    _keep_freed_memory()
-
-    def receive():
-        try:
-            task = pipe.recv()
-            return task if task[1] is not None else _receive_tensor(pipe, task)
-        except EOFError:  # the parent closed its end: no more work
-            return None
-
-    try:
-        _serve(receive, pipe.send_bytes, process, memory)
-    except (BrokenPipeError, ConnectionResetError):
-        os._exit(1)  # the parent is gone and wants no result
-
-
-def _receive_tensor(pipe: connection.Connection, task):
-    batch, _, (size, dtype, shape) = task
-    flat = torch.empty(size, dtype=torch.uint8)
-    data = memoryview(flat.numpy())
-    for first in range(0, size, _PIECE_BYTES):
-        pipe.recv_bytes_into(data[first : first + _PIECE_BYTES])
-    return batch, None, flat.view(dtype).view(shape)
-
-
-def _serve(receive, reply, process, memory: torch.Tensor | None) -> None:
-    """Process tasks until there are no more; every task gets exactly one reply."""
-    reply(pickle.dumps((None, "ready", None, 0.0)))
-    while (task := receive()) is not None:
-        batch, slot, content = task
-        start = time.perf_counter()
-        try:
-            tensor = content if slot is None else view_slot(memory[slot], content)
-            result = process(batch, tensor)
-            seconds = time.perf_counter() - start
-            answer = pickle.dumps((batch, "done", result, seconds))
-        except Exception as error:
-            first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-            answer = pickle.dumps((batch, "failed", (first_line, traceback.format_exc()), 0.0))
-        task = content = tensor = result = None  # hold no batch while waiting for the next
-        reply(answer)
-
-
-def _end_with_parent() -> None:
-    connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)
-
-
-def _keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory in this process instead of giving it back.
-
-    A worker allocates the same large buffers for each batch. By default glibc returns them
-    to the kernel, which hands out new pages to be faulted in and zeroed, at 1 to 2 GB/s.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is not None:
-        m_trim_threshold, m_mmap_max = -1, -4  # from malloc.h
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
+            self._feeder.join(CLOSE_LIMIT_S)
 
 
 def check_importable(process) -> None:
