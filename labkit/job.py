@@ -43,11 +43,10 @@ class Job:
         # When inputs repeat, batches that follow each other must still differ, or a slot with
         # an old batch's bytes would go unseen.
         self._step = batch if batch % self._distinct else batch + 1
-        if self.samples > self._distinct:
-            # Repeated so often that each batch is one piece of it.
-            rows = torch.arange(self._distinct + batch - 1) % self._distinct
-            inputs = inputs[rows]
-        self.inputs = inputs.contiguous()
+        # A copy of our own, since we page-lock it; when inputs repeat, so long that each batch
+        # is one piece of it.
+        rows = self._distinct if self.samples <= self._distinct else self._distinct + batch - 1
+        self.inputs = inputs[torch.arange(rows) % self._distinct]
         device.page_lock(self.inputs)
         self._unlock = weakref.finalize(self, device.page_unlock, self.inputs)
         self._model = device.load(self.model_module, self.inputs)

@@ -55,7 +55,8 @@ def get_preset(name: str, device_kind: str, **changes: int | None) -> Preset:
     for key, value in changes.items():
         check_count(key, value)
     if "batches" in changes:
-        changes["samples"] = changes.pop("batches") * preset.batch
+        missing = preset.batches * preset.batch - preset.samples  # from a full last batch
+        changes["samples"] = changes.pop("batches") * preset.batch - missing
     unknown = changes.keys() - {field.name for field in fields(Preset)}
     if unknown:
         raise LabError(f"a preset has no field {sorted(unknown)[0]!r}")

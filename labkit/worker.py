@@ -116,7 +116,9 @@ class ThreadWorker(Worker):
 
     def join(self, deadline: float) -> None:
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        self.replies.close()
+        if not self._thread.is_alive():
+            self.replies.close()
+            self._theirs.close()
 
     def kill(self) -> None:
         """A thread cannot be ended from outside: it ends after the batch it is at."""

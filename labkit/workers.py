@@ -160,9 +160,9 @@ class OutputWorkers:
         ends = {worker.sentinel: worker for worker in self._workers if worker.sentinel is not None}
         ready = connection.wait([*sources, *ends], timeout)
         # First what was sent: a worker may have sent its last result and then died.
-        workers = [sources[source] for source in ready if source in sources]
-        for worker in dict.fromkeys(workers):
-            self._take(worker)
+        for source in ready:
+            if source in sources:
+                self._take(sources[source])
         for end in ready:
             if end in ends:
                 while ends[end].replies.poll():

@@ -1,0 +1,194 @@
+# %% [markdown]
+# # 1. Profile the baseline
+#
+# A model segments a stream of image batches, and every per-pixel score has to get back to the
+# CPU. The loop that does it is five lines of PyTorch, and it leaves the GPU idle most of the
+# time. In this lab you find out where the time goes, and why the obvious timer does not tell.
+#
+# You need to know PyTorch. You need not have profiled anything before.
+#
+# After this lab you can
+#
+# * say what part of a loop's time the GPU really works;
+# * time one stage of it so that the number means what it says;
+# * mark the stages with NVTX ranges and see them in Nsight Systems.
+#
+# **Before you run it:** in the loop below, which line do you expect to take longest?
+
+# %% tags=["parameters"]
+device: str = "auto"  # auto, cuda or emulated
+preset: str = "auto"  # auto, smoke, workshop or article
+batches: int = 20  # in one run
+images: str = ""  # a folder of photographs; empty for scikit-image's samples
+weights: str = "random"  # random or pretrained
+results_dir: str = "build"  # where figures and records go
+
+# %% [markdown]
+# ## The job
+#
+# The model is DeepLabV3 from torchvision, in `eval()` mode. It gives 21 scores for each pixel,
+# and each score is a float32: 84 bytes for a pixel that came as three. Computing them is the
+# GPU's business; moving them and consuming them is what this course is about.
+#
+# With a GPU, all of this runs on it. Without one it runs on an *emulated* device: streams,
+# events and copies with the same names and rules, at the rates of an invented machine, and
+# with real results that the CPU computed beforehand. Host memory, processes and files are
+# real in both cases. Every figure and table says which of the two it shows.
+
+# %%
+import labkit
+
+gpu = labkit.open_device(device)
+size = labkit.get_preset(preset, gpu.kind, batches=batches)
+job = labkit.segmentation_job(size, gpu, images=images, weights=weights)
+print(f"device:  {gpu.name}")
+print(f"input:   {job.count} batches of up to {job.batch} images, {size.image} x {size.image}")
+print(f"output:  {job.output_shape} {job.output_dtype}, {job.output_bytes / 1e6:.1f} MB a batch")
+
+# %% [markdown]
+# ## The strategy: `sequential`
+#
+# Compute, copy, process: one after the other. `job.batches()` uploads one batch after another,
+# `job.process` consumes a batch of scores on the host. Here it is `labkit.archive`, which
+# copies all the bytes out and writes them to a sink, the null device, as one would to a file.
+
+
+# %%
+def sequential(job):
+    """Compute, copy, process: one after the other, and nothing at the same time."""
+    results = []
+    for index, images in enumerate(job.batches()):
+        scores = job.forward(images)  # queued on the device
+        host = scores.cpu()  # waits for the forward, then copies into fresh memory
+        results.append(job.process(index, host))
+    return results
+
+
+# %% [markdown]
+# ## A timer that lies
+#
+# The obvious thing is to read the clock before and after each line.
+
+# %%
+import itertools
+import time
+
+
+def stage_times(job, wait):
+    """Milliseconds of each stage for one batch; `wait` is called before each look at the clock."""
+    image_batch = next(job.batches())
+    wait()
+    clock = [time.perf_counter()]
+    scores = job.forward(image_batch)
+    wait()
+    clock.append(time.perf_counter())
+    host = scores.cpu()
+    wait()
+    clock.append(time.perf_counter())
+    job.process(0, host)
+    clock.append(time.perf_counter())
+    return [(end - start) * 1e3 for start, end in itertools.pairwise(clock)]
+
+
+def show(times):
+    for name, ms in zip(("forward", "copy", "process"), times, strict=True):
+        print(f"{name:8} {ms:8.1f} ms")
+
+
+gpu.synchronize()
+stage_times(job, wait=lambda: None)  # the first time pays for things that happen once
+show(stage_times(job, wait=lambda: None))
+
+# %% [markdown]
+# By this account the forward costs next to nothing and the copy is to blame. That is false.
+# Calls that give the GPU work only *queue* it and return. `forward` returned long before its
+# result was there, and `.cpu()`, the first line that needs the result, had to wait for it. So
+# the copy got the blame for the computation.
+#
+# The cure is to wait for the device before each look at the clock, with `synchronize()`.
+
+# %%
+times = stage_times(job, wait=gpu.synchronize)
+show(times)
+print(f"\nof these {sum(times):.0f} ms the GPU computes {times[0]:.0f}: {times[0] / sum(times):.0%}")
+
+# %% [markdown]
+# Waiting like this costs time itself, since nothing overlaps any more. It is right for finding
+# out what a stage costs and wrong inside the loop that one wants to be fast. `labkit.measure`
+# therefore waits only at the ends: its clock starts with the device idle and stops when the
+# last *result* is back. Before that it warms up with every batch shape, and afterwards it
+# repeats and gives the median with the spread.
+#
+# ## The run
+#
+# The **ceiling** is what no strategy can pass: of forward, copy and process, each measured
+# alone, the slowest one. `process` counts as if all workers did it at once.
+
+# %%
+record = labkit.measure(job, [sequential], size)
+labkit.save_record(record, f"{results_dir}/records/01_profile_the_baseline.json")
+print(labkit.check_digests(record))
+labkit.ladder_table(record)
+
+# %%
+labkit.show_figure(
+    labkit.plot_ladder(record), f"{results_dir}/figures/01_profile_the_baseline"
+)
+
+# %%
+share = record["strategies"][0]["gpu_busy"]
+print(f"The GPU computes {share:.0%} of the time. The other four labs are about the rest.")
+
+# %% [markdown]
+# ## Seeing it: NVTX and Nsight Systems
+#
+# Timers answer the questions that you thought of. A profiler's timeline shows the others too:
+# what every stream, every copy and every process did, on one time axis. Nsight Systems records
+# what the GPU did by itself; what your *program* was doing it learns from NVTX ranges, which
+# you put around your stages. They cost next to nothing while no profiler listens, and work on
+# machines without a GPU.
+
+# %%
+import nvtx
+
+
+def annotated_sequential(job, limit):
+    for index, image_batch in enumerate(job.batches(limit)):
+        with nvtx.annotate("forward"):
+            scores = job.forward(image_batch)
+        with nvtx.annotate("copy"):
+            host = scores.cpu()
+        with nvtx.annotate("process"):
+            job.process(index, host)
+
+
+annotated_sequential(job, limit=4)
+
+# %% [markdown]
+# On a machine with a GPU and Nsight Systems, record this very notebook from a shell:
+#
+# ```
+# nsys profile --trace=cuda,nvtx --sample=none --output=baseline labkit run 01 -p batches=4
+# ```
+#
+# Open `baseline.nsys-rep` in the Nsight Systems window and look at the NVTX row above the CUDA
+# rows. The range `forward` is short: it is the time for *queuing* the kernels. The kernels
+# themselves run under the range `copy`, where the host waits for them. Then comes the memory
+# copy, and then a long stretch in which the GPU rows are empty: fresh memory being handed out
+# by the kernel of the operating system, and `process`.
+#
+# ## Key points
+#
+# * A call that gives the GPU work returns before the work is done.
+# * The first call that needs the result waits, and gets the blame. Synchronise before you read
+#   a clock.
+# * Stop the clock when the last result is back, not when the last batch is launched.
+# * In this loop the GPU waits for the host most of the time.
+#
+# ## Where to read on
+#
+# * [CUDA semantics: asynchronous execution](https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution), PyTorch documentation
+# * [Nsight Systems user guide](https://docs.nvidia.com/nsight-systems/UserGuide/index.html), NVIDIA
+# * [NVTX for Python](https://nvidia.github.io/NVTX/python/), NVIDIA
+#
+# Next: [2. Multi-worker output](02_multi_worker_output.ipynb) takes `process` off the loop.

@@ -1,0 +1,125 @@
+# %% [markdown]
+# # 2. Multi-worker output
+#
+# In `sequential` the GPU waits while the host processes the batch before. The first idea is the
+# one that every data loader has, turned round: let other processes do it.
+#
+# After this lab you can
+#
+# * hand a model's outputs to worker processes, and get the results back in order;
+# * say why they are processes and not threads, and when threads do better;
+# * say what it costs to get a tensor into another process.
+#
+# **Before you run it:** with `process` off the loop, what is left in it? How much faster can
+# the loop become?
+
+# %% tags=["parameters"]
+device: str = "auto"  # auto, cuda or emulated
+preset: str = "auto"  # auto, smoke, workshop or article
+batches: int = 20  # in one run
+images: str = ""  # a folder of photographs; empty for scikit-image's samples
+weights: str = "random"  # random or pretrained
+results_dir: str = "build"  # where figures and records go
+
+# %%
+import labkit
+from labkit.pipelines import sequential
+
+gpu = labkit.open_device(device)
+size = labkit.get_preset(preset, gpu.kind, batches=batches)
+job = labkit.segmentation_job(size, gpu, images=images, weights=weights)
+print(f"{gpu.name}; {job.count} batches, {job.output_bytes / 1e6:.1f} MB of scores each")
+
+# %% [markdown]
+# ## The strategy: `multi_worker`
+#
+# `workers.submit` hands a batch over and returns; a feeder thread writes its bytes into a
+# worker's pipe. `workers.results()` waits for all of them and puts them into batch order,
+# whichever worker was first.
+
+
+# %%
+def multi_worker(job, workers):
+    """Hand each batch to a worker process, so that the loop does not wait for `process`."""
+    for index, images in enumerate(job.batches()):
+        scores = job.forward(images)
+        host = scores.cpu()
+        workers.submit(index, host)  # every byte of it goes through a pipe
+    return workers.results()
+
+
+# %% [markdown]
+# Four decisions are hidden in `labkit.OutputWorkers`:
+#
+# * **Processes, not threads.** Threads of one Python process share one interpreter lock. Work
+#   that holds it, such as `tobytes()`, stops the loop that should be feeding the GPU. Work that
+#   releases it, as most PyTorch and NumPy operations do, is better off in threads, which share
+#   memory for nothing: `OutputWorkers(..., threads=True)`.
+# * **Never `fork`.** A process that has used CUDA cannot be forked: the child's CUDA is broken.
+#   The workers come from a *fork server*, a small process that has imported torch and nothing
+#   else has happened in. Where there is none they are started anew (`spawn`). Either way a
+#   worker has to *import* the function it runs, so a function from a notebook cell will not do.
+# * **One thread each.** PyTorch would give every worker as many threads as there are cores.
+# * **A limit.** When the workers are slower than the loop, batches pile up until memory is full.
+#   So only a few may be under way at once, and then `submit` waits.
+#
+# Here is the second of these, as it looks when one forgets it:
+
+# %%
+try:
+    labkit.OutputWorkers(lambda index, scores: None, 1)
+except labkit.LabError as error:
+    print(error)
+
+# %% [markdown]
+# ## The run
+
+# %%
+record = labkit.measure(job, [sequential, multi_worker], size)
+labkit.save_record(record, f"{results_dir}/records/02_multi_worker_output.json")
+print(labkit.check_digests(record))
+labkit.ladder_table(record)
+
+# %%
+labkit.show_figure(
+    labkit.plot_ladder(record), f"{results_dir}/figures/02_multi_worker_output"
+)
+
+# %% [markdown]
+# The digests are the first thing to look at. A fast pipeline with wrong bytes is worth nothing,
+# and from here on every lab has a new way to get them wrong. `check_digests` holds the results
+# of each strategy against `sequential`'s, and no gain is ever shown for a run that differs.
+#
+# ## What is left in the loop
+#
+# The loop now waits for the forward and for `.cpu()`. How long should these two take?
+
+# %%
+ceiling = record["ceiling"]
+batch_ms = {row["name"]: job.batch / row["samples_per_s"] * 1e3 for row in record["strategies"]}
+print(f"a batch in sequential      {batch_ms['sequential']:7.1f} ms")
+print(f"a batch in multi_worker    {batch_ms['multi_worker']:7.1f} ms")
+print(f"forward alone              {ceiling['forward_s'] * 1e3:7.1f} ms")
+print(f"copy, if done well         {ceiling['copy_s'] * 1e3:7.1f} ms")
+
+# %% [markdown]
+# Forward and a good copy are far from adding up to the time of a batch. Two things eat the
+# difference. `.cpu()` copies into memory that is *fresh* each time, and fresh memory is slow in
+# a way that the next lab shows. And every batch goes through a pipe: the feeder thread copies
+# it into the kernel of the operating system, and the worker copies it out again, on the cores
+# that the rest of the work needs too.
+#
+# ## Key points
+#
+# * Workers take the processing off the loop. What remains is what the loop itself waits for.
+# * Data for another process is copied, unless both share memory.
+# * Processes for work that holds the interpreter lock, threads for work that releases it.
+# * Results come back in any order. Somebody has to sort them, and to limit how many are under
+#   way.
+#
+# ## Where to read on
+#
+# * [Multiprocessing best practices](https://docs.pytorch.org/docs/stable/notes/multiprocessing.html), PyTorch documentation
+# * [Contexts and start methods](https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods), Python documentation
+#
+# Next: [3. A pool of buffers](03_buffer_pool.ipynb) stops asking for fresh memory.

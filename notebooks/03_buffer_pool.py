@@ -1,0 +1,167 @@
+# %% [markdown]
+# # 3. A pool of buffers
+#
+# `multi_worker` asks for new memory for each batch and sends all of it through a pipe. This lab
+# does neither: it allocates a few buffers once, in memory that the workers share, and uses them
+# in turn.
+#
+# After this lab you can
+#
+# * say why copying into fresh memory is slow, and measure it;
+# * hand data to another process without moving it;
+# * say what stops a fast producer from overrunning a slow consumer.
+#
+# **Before you run it:** copying the same bytes to the same place for the second time: faster,
+# slower, or the same as the first time?
+
+# %% tags=["parameters"]
+device: str = "auto"  # auto, cuda or emulated
+preset: str = "auto"  # auto, smoke, workshop or article
+batches: int = 20  # in one run
+images: str = ""  # a folder of photographs; empty for scikit-image's samples
+weights: str = "random"  # random or pretrained
+results_dir: str = "build"  # where figures and records go
+
+# %%
+import labkit
+from labkit.pipelines import multi_worker, sequential
+
+gpu = labkit.open_device(device)
+size = labkit.get_preset(preset, gpu.kind, batches=batches)
+job = labkit.segmentation_job(size, gpu, images=images, weights=weights)
+print(f"{gpu.name}; {job.count} batches, {job.output_bytes / 1e6:.1f} MB of scores each")
+
+# %% [markdown]
+# ## Fresh memory is slow
+#
+# When a program asks for a large piece of memory, the operating system hands out *addresses*,
+# not memory. At the first touch of each page, usually 4096 bytes, the processor stops, the
+# kernel finds a free page, fills it with zeros, and lets the program go on. That is a page
+# fault. It takes a fraction of a microsecond, and a batch of scores has very many pages.
+#
+# Both copies below are the same on the CPU: host memory to host memory, one thread, no GPU.
+# `mmap` asks the operating system for memory directly, so it is fresh for sure.
+
+# %%
+import mmap
+import statistics
+import time
+
+import numpy as np
+
+source = np.ones(job.output_bytes, dtype=np.uint8)
+
+
+def fresh():
+    return np.frombuffer(mmap.mmap(-1, source.nbytes), dtype=np.uint8)
+
+
+def bandwidth(get_target, repeats=5):
+    """Median GB/s of copying `source` into the memory that `get_target` returns."""
+    seconds = []
+    for _ in range(repeats):
+        target = get_target()
+        start = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - start)
+    return source.nbytes / statistics.median(seconds) / 1e9
+
+
+touched = np.ones_like(source)
+rates = {"fresh": bandwidth(fresh), "touched": bandwidth(lambda: touched)}
+for name, rate in rates.items():
+    print(f"into {name:8} memory {rate:6.2f} GB/s")
+print(f"\ntouched memory is {rates['touched'] / rates['fresh']:.1f} times as fast")
+
+# %% [markdown]
+# ## The strategy: `buffer_pool`
+#
+# A pool holds a few *slots*, each as large as a full batch. All of it is allocated once, in
+# shared memory, and every page is touched before the first batch comes. A slot has one holder
+# at a time:
+#
+# ```
+# free --acquire--> held --copy_--> filled --submit--> with a worker --+
+#   ^                                                                  |
+#   +------------------------------ release ---------------------------+
+# ```
+#
+# The worker sees the same memory. So what goes through its pipe is no longer the batch but the
+# number of a slot and a shape.
+
+
+# %%
+def buffer_pool(job, workers, pool):
+    """Copy into memory that the workers share: they get a slot's number, not its bytes."""
+    for index, images in enumerate(job.batches()):
+        scores = job.forward(images)
+        slot = pool.acquire()  # waits until a worker has given one back
+        slot.copy_(scores)  # waits for the forward, then for the copy
+        workers.submit(index, slot)
+    return workers.results()
+
+
+# %% [markdown]
+# The last batch may be smaller than the others. It lies in the first part of its slot, and the
+# shape in the message says how much of the slot is meant. Forget this, and the worker
+# processes the tail of an older batch once more.
+#
+# `acquire` is where a fast loop meets slow workers: when no slot is free it waits for one. So
+# the pool needs no other limit, and memory stays as it was after the first batch. When no slot
+# is free and no worker holds one either, waiting would never end. The pool knows this and says
+# so:
+
+# %%
+with labkit.BufferPool(gpu, job.output_shape, job.output_dtype, slots=1) as pool:
+    pool.acquire()
+    try:
+        pool.acquire()
+    except labkit.LabError as error:
+        print(error)
+
+# %% [markdown]
+# ## The run
+
+# %%
+record = labkit.measure(job, [sequential, multi_worker, buffer_pool], size)
+labkit.save_record(record, f"{results_dir}/records/03_buffer_pool.json")
+print(labkit.check_digests(record))
+labkit.ladder_table(record)
+
+# %%
+labkit.show_figure(labkit.plot_ladder(record), f"{results_dir}/figures/03_buffer_pool")
+
+# %% [markdown]
+# How much memory does this take, and what is left to gain?
+
+# %%
+row, ceiling = record["strategies"][-1], record["ceiling"]
+batch_s = job.batch / row["samples_per_s"]
+rest_s = batch_s - ceiling["forward_s"]
+print(f"the pool: {row['slots']} slots, {row['slots'] * job.output_bytes / 1e6:,.0f} MB in all")
+print(f"a batch takes {batch_s * 1e3:.1f} ms; without the forward, {rest_s * 1e3:.1f} ms")
+print(f"that is {job.output_bytes / rest_s / 1e9:.1f} GB/s, when the machine can do "
+      f"{ceiling['pinned_gbps']:.1f} GB/s")
+
+# %% [markdown]
+# The copy is still far from what the machine can do, and the GPU still waits for the whole of
+# it. Both have the same cause, which the next lab removes.
+#
+# Shared memory has a size of its own. On Linux it is the file system `/dev/shm`, which takes up
+# to half of a machine's memory, but a Docker container gets 64 MB unless it is started with
+# `--shm-size`. A program that fills it is ended with a bus error, long after the allocation
+# that went too far. `BufferPool` therefore looks first, and refuses in one line.
+#
+# ## Key points
+#
+# * Fresh memory costs a page fault for each page. Allocate once, touch once, use again.
+# * Workers that share memory need a number, not the bytes.
+# * A pool with few slots limits memory and holds back a loop that is too fast.
+# * A slot has one holder at a time. Whoever gives it back too early makes wrong bytes.
+#
+# ## Where to read on
+#
+# * [Sharing tensors between processes](https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies), PyTorch documentation
+# * [Shared memory file system](https://www.kernel.org/doc/html/latest/filesystems/tmpfs.html), Linux kernel documentation
+#
+# Next: [4. Page-locked memory and asynchronous copies](04_pinned_async_copy.ipynb).

@@ -1,0 +1,182 @@
+# %% [markdown]
+# # 4. Page-locked memory and asynchronous copies
+#
+# The pool's copies wait for the GPU, and the GPU waits for them. The cause is a property of the
+# memory that they go to. This lab changes it, and with it comes the first bug of this course
+# that gives wrong bytes without any error.
+#
+# After this lab you can
+#
+# * say what page-locked (pinned) memory is, and why a copy to other memory cannot be
+#   asynchronous;
+# * queue a copy and go on, and wait for it with an event;
+# * recognise a reader that did not wait.
+#
+# **Before you run it:** `slot.copy_(scores, non_blocking=True)` has returned. What is in the
+# slot?
+
+# %% tags=["parameters"]
+device: str = "auto"  # auto, cuda or emulated
+preset: str = "auto"  # auto, smoke, workshop or article
+batches: int = 20  # in one run
+images: str = ""  # a folder of photographs; empty for scikit-image's samples
+weights: str = "random"  # random or pretrained
+results_dir: str = "build"  # where figures and records go
+
+# %%
+import labkit
+from labkit.pipelines import buffer_pool, multi_worker, sequential
+
+gpu = labkit.open_device(device)
+size = labkit.get_preset(preset, gpu.kind, batches=batches)
+job = labkit.segmentation_job(size, gpu, images=images, weights=weights)
+print(f"{gpu.name}; {job.count} batches, {job.output_bytes / 1e6:.1f} MB of scores each")
+
+# %% [markdown]
+# ## Pageable and page-locked
+#
+# The operating system may move a page of ordinary memory to another place, or out to disk, at
+# any time: it is *pageable*. The GPU's copy engine works with physical addresses and by itself,
+# so it must not touch such a page. For a copy to pageable memory the driver first copies into a
+# small page-locked buffer of its own and has the processor copy on from there. That takes the
+# processor's time, it is slower, and the call returns only when it is done, whatever
+# `non_blocking` says.
+#
+# Memory can be locked in place. Then the copy engine writes straight into it, and the call only
+# has to queue the copy. Locking is slow and takes memory away from everybody else, so it is
+# done once, for a pool.
+#
+# Below, the same copy goes into a pool of either kind. How long does the call take, and how
+# long until the bytes are there?
+
+# %%
+import statistics
+import time
+
+
+def copy_times(page_locked, repeats=5):
+    """Median ms until `copy_` returns and until the bytes have arrived."""
+    scores = job.forward(next(job.batches()))
+    gpu.synchronize()
+    returned, arrived = [], []
+    with labkit.BufferPool(
+        gpu, job.output_shape, job.output_dtype, slots=1, page_locked=page_locked
+    ) as pool:
+        slot = pool.acquire()
+        for _ in range(repeats):
+            start = time.perf_counter()
+            slot.copy_(scores, non_blocking=True)
+            returned.append((time.perf_counter() - start) * 1e3)
+            slot.event.synchronize()
+            arrived.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(returned), statistics.median(arrived)
+
+
+for name, page_locked in {"pageable": False, "page-locked": True}.items():
+    returned, arrived = copy_times(page_locked)
+    print(f"{name:12} returns after {returned:7.2f} ms, bytes there after {arrived:7.2f} ms "
+          f"({job.output_bytes / arrived / 1e6:5.1f} GB/s)")
+
+# %% [markdown]
+# ## A reader that does not wait
+#
+# With page-locked memory the call returns long before the bytes are there. So what does someone
+# see who reads at once? Here the slot is filled with zeros, then a batch is computed and copied
+# into it.
+
+# %%
+with labkit.BufferPool(
+    gpu, job.output_shape, job.output_dtype, slots=1, page_locked=True
+) as pool:
+    slot = pool.acquire()
+    slot.tensor.zero_()
+    slot.copy_(job.forward(next(job.batches())), non_blocking=True)
+    at_once = slot.tensor[-1, -1, -1, :4].tolist()
+    slot.event.synchronize()
+    after_waiting = slot.tensor[-1, -1, -1, :4].tolist()
+print("read at once:      ", at_once)
+print("read after waiting:", after_waiting)
+
+# %% [markdown]
+# No error, no warning: the old bytes, or in other cases some old and some new. In a loop that
+# uses its buffers again, the old bytes are those of an *earlier batch*. They look entirely
+# plausible.
+#
+# What tells when the bytes are there is an **event**. `event.record()` puts a mark into the
+# stream of work that the GPU gets; the event is past when the GPU reaches the mark. A slot does
+# this for you: `slot.copy_` records `slot.event` right behind the copy.
+#
+# | call | who waits |
+# |---|---|
+# | `event.record()` | nobody: it returns at once |
+# | `event.query()` | nobody: it tells whether the event is past |
+# | `event.synchronize()` | the host, until the event is past |
+# | `stream.wait_event(event)` | that stream, on the device; the host goes on |
+#
+# ## The strategy: `pinned_async`
+#
+# The order of the lines is what matters. The next forward is queued *before* the loop waits for
+# the copy of the batch before it. While the host waits and hands that batch to a worker, the
+# GPU already computes.
+
+
+# %%
+def pinned_async(job, workers, pinned_pool):
+    """Page-locked slots: queue the next batch first, and only then wait for the copy before it."""
+    previous = None
+    for index, images in enumerate(job.batches()):
+        scores = job.forward(images)
+        if previous is not None:
+            previous[1].event.synchronize()  # the bytes of the batch before are here
+            workers.submit(*previous)
+        slot = pinned_pool.acquire()
+        slot.copy_(scores, non_blocking=True)  # returns before the bytes arrive
+        previous = (index, slot)
+    previous[1].event.synchronize()
+    workers.submit(*previous)
+    return workers.results()
+
+
+# %% [markdown]
+# `submit` refuses a slot whose event is not past, so that the bug above cannot happen by
+# accident.
+#
+# ## The run
+
+# %%
+record = labkit.measure(job, [sequential, multi_worker, buffer_pool, pinned_async], size)
+labkit.save_record(record, f"{results_dir}/records/04_pinned_async_copy.json")
+print(labkit.check_digests(record))
+labkit.ladder_table(record)
+
+# %%
+labkit.show_figure(labkit.plot_ladder(record), f"{results_dir}/figures/04_pinned_async_copy")
+
+# %% [markdown]
+# ## What is left
+#
+# One stream does one thing at a time. Forward and copy are in the same stream, so the next
+# forward starts when the copy is done:
+
+# %%
+row, ceiling = record["strategies"][-1], record["ceiling"]
+batch_ms = job.batch / row["samples_per_s"] * 1e3
+print(f"a batch takes {batch_ms:.1f} ms")
+print(f"forward {ceiling['forward_s'] * 1e3:.1f} ms + copy {ceiling['slot_copy_s'] * 1e3:.1f} ms "
+      f"= {(ceiling['forward_s'] + ceiling['slot_copy_s']) * 1e3:.1f} ms")
+
+# %% [markdown]
+# ## Key points
+#
+# * A copy to pageable memory is never asynchronous, whatever `non_blocking` says.
+# * Page-lock once, for memory that is used again and again.
+# * `non_blocking=True` returns before the bytes arrive. Wait for an event before reading.
+# * Queue the next work first, then wait for the last.
+#
+# ## Where to read on
+#
+# * [A guide on good usage of `non_blocking` and `pin_memory()`](https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html), PyTorch tutorials
+# * [CUDA runtime: memory management, `cudaHostRegister`](https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html), NVIDIA
+# * [`torch.cuda.Event`](https://docs.pytorch.org/docs/stable/generated/torch.cuda.Event.html), PyTorch documentation
+#
+# Next: [5. A pipeline of streams](05_stream_pipeline.ipynb) lets both run at once.

@@ -1,0 +1,257 @@
+# %% [markdown]
+# # 5. A pipeline of streams
+#
+# The GPU has engines for computing and other engines for copying. In one stream they take
+# turns. This lab gives the copies a stream of their own, and what remains is the time of the
+# slowest stage alone: the ceiling.
+#
+# After this lab you can
+#
+# * run copies beside kernels, and say what keeps them in the right order;
+# * say which two waits and which one promise about memory a two-stream pipeline needs;
+# * send less, and run your own model through the same pipeline.
+#
+# **Before you run it:** forward and copy now run at the same time. What stops the copy of a
+# batch from starting before its forward is done?
+
+# %% tags=["parameters"]
+device: str = "auto"  # auto, cuda or emulated
+preset: str = "auto"  # auto, smoke, workshop or article
+batches: int = 20  # in one run
+images: str = ""  # a folder of photographs; empty for scikit-image's samples
+weights: str = "random"  # random or pretrained
+compiled: bool = False  # in the coda, also torch.compile the model (takes minutes)
+results_dir: str = "build"  # where figures and records go
+
+# %%
+from collections import deque
+
+import labkit
+from labkit.pipelines import buffer_pool, multi_worker, pinned_async, sequential
+
+gpu = labkit.open_device(device)
+size = labkit.get_preset(preset, gpu.kind, batches=batches)
+job = labkit.segmentation_job(size, gpu, images=images, weights=weights)
+print(f"{gpu.name}; {job.count} batches, {job.output_bytes / 1e6:.1f} MB of scores each")
+
+# %% [markdown]
+# ## Streams
+#
+# A stream is a queue of work for the GPU, done in order. Two streams know nothing of each
+# other: their work runs at the same time, or in any order, unless you say otherwise. There are
+# two ways to say so, and neither makes the host wait: `stream.wait_event(event)` and its
+# shorthand `stream.wait_stream(other)`.
+#
+# Below, a forward and a copy of *another* batch's scores are queued, first both in one stream,
+# then the copy in a second one.
+
+# %%
+import statistics
+import time
+
+
+def both(copy_stream, repeats=5):
+    """Median ms for a forward, with a copy of other scores queued on `copy_stream`."""
+    image_batch = next(job.batches())
+    scores = job.forward(image_batch)
+    milliseconds = []
+    with labkit.BufferPool(
+        gpu, job.output_shape, job.output_dtype, slots=1, page_locked=True
+    ) as pool:
+        slot = pool.acquire()
+        for _ in range(repeats):
+            gpu.synchronize()
+            start = time.perf_counter()
+            with gpu.stream(copy_stream):
+                slot.copy_(scores, non_blocking=True)
+            job.forward(image_batch)
+            gpu.synchronize()
+            milliseconds.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(milliseconds)
+
+
+print(f"one stream:  {both(gpu.current_stream()):7.1f} ms")
+print(f"two streams: {both(gpu.Stream()):7.1f} ms")
+
+# %% [markdown]
+# ## The strategy: `stream_pipeline`
+#
+# Three lines in `submit` keep it right. Each of them guards against wrong bytes that no error
+# would tell of:
+#
+# * `copy_stream.wait_stream(...)`: the copy starts when the forward is done, not before.
+# * `scores.record_stream(copy_stream)`: when the loop drops `scores`, PyTorch would give that
+#   memory to the next forward, since its own stream is done with it. The copy stream may not
+#   be. This call tells the allocator so.
+# * `slot.event.synchronize()`, in `_hand_over`: no worker gets a slot before its bytes are here.
+#
+# `depth` is how many copies may be in flight before the loop waits for the oldest.
+
+
+# %%
+class StreamPipeline:
+    """Copies outputs to page-locked slots on a copy stream; `depth` copies may be in flight."""
+
+    def __init__(self, device, workers, pinned_pool, depth=2):
+        self.device, self.workers, self.pool = device, workers, pinned_pool
+        self.depth = depth
+        self.copy_stream = device.Stream()
+        self.in_flight = deque()  # (batch index, slot), oldest first
+
+    def submit(self, index, scores):
+        """Queue the copy of `scores`, on the device, to the host. Returns before it is done."""
+        if len(self.in_flight) == self.depth:
+            self._hand_over()
+        slot = self.pool.acquire()
+        self.copy_stream.wait_stream(self.device.current_stream())  # not before the forward
+        with self.device.stream(self.copy_stream):
+            slot.copy_(scores, non_blocking=True)
+        scores.record_stream(self.copy_stream)  # keep its memory until the copy has read it
+        self.in_flight.append((index, slot))
+
+    def results(self):
+        """Wait for everything; what `process` returned, in batch order."""
+        while self.in_flight:
+            self._hand_over()
+        return self.workers.results()
+
+    def _hand_over(self):
+        index, slot = self.in_flight.popleft()
+        slot.event.synchronize()  # its bytes are here
+        self.workers.submit(index, slot)
+
+
+# %%
+def stream_pipeline(job, workers, pinned_pool, depth=2):
+    """The copies run on a stream of their own, beside the next batch's forward."""
+    pipeline = StreamPipeline(job.device, workers, pinned_pool, depth)
+    for index, images in enumerate(job.batches()):
+        pipeline.submit(index, job.forward(images))
+    return pipeline.results()
+
+
+# %% [markdown]
+# ## The run: the whole ladder
+
+# %%
+strategies = [sequential, multi_worker, buffer_pool, pinned_async, stream_pipeline]
+record = labkit.measure(job, strategies, size)
+labkit.save_record(record, f"{results_dir}/records/05_stream_pipeline.json")
+print(labkit.check_digests(record))
+labkit.ladder_table(record)
+
+# %%
+labkit.show_figure(labkit.plot_ladder(record), f"{results_dir}/figures/05_stream_pipeline")
+
+# %% [markdown]
+# What still separates the last bar from the ceiling is mostly the two ends of a run: the first
+# batch has nothing to overlap with, and the last one is still being processed when the GPU has
+# long finished. The longer the run, the less they count.
+
+# %%
+row, ceiling = record["strategies"][-1], record["ceiling"]
+total_s = job.samples / row["samples_per_s"]
+ends_s = ceiling["slot_copy_s"] + ceiling["process_s"]
+print(f"the run takes {total_s:.3f} s; copying and processing the last batch alone is "
+      f"{ends_s:.3f} s of it, {ends_s / total_s:.0%}")
+print(f"the ceiling is set by {ceiling['limited_by']}")
+
+# %% [markdown]
+# ## Coda: send less
+#
+# The pipeline hides the copy behind the forward. The next gain does not come from more streams
+# but from fewer bytes and a shorter forward. Whoever needs only the best class of each pixel
+# can have the GPU choose it, and send one byte instead of 84. Whoever needs the scores, but not
+# all of their digits, can send them as bfloat16. Each is a few lines around the model.
+
+# %%
+import torch
+
+
+class BestClass(torch.nn.Module):
+    """Scores [n, classes, h, w] to the best class of each pixel: uint8 [n, h, w]."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images):
+        return self.model(images).argmax(dim=1).to(torch.uint8)
+
+
+class LowPrecision(torch.nn.Module):
+    """The same scores, computed where it is safe and sent in bfloat16."""
+
+    def __init__(self, model, device_type):
+        super().__init__()
+        self.model, self.device_type = model, device_type
+
+    def forward(self, images):
+        with torch.autocast(self.device_type, dtype=torch.bfloat16):
+            return self.model(images).to(torch.bfloat16)
+
+
+device_type = "cuda" if gpu.kind == "cuda" else "cpu"
+model = job.model_module
+variants = {
+    "scores, float32": model,
+    "scores, bfloat16": LowPrecision(model, device_type),
+    "best class, uint8": BestClass(model),
+    "best class, uint8, computed in bfloat16": BestClass(LowPrecision(model, device_type)),
+}
+if compiled and gpu.kind == "cuda":
+    variants["the same, compiled"] = torch.compile(BestClass(LowPrecision(model, device_type)))
+
+photographs = job.inputs
+for name, variant in variants.items():
+    leaner = labkit.Job(variant, photographs, labkit.archive, gpu, job.batch, job.samples)
+    leaner_record = labkit.measure(leaner, [stream_pipeline], size)
+    rate = leaner_record["strategies"][0]["samples_per_s"]
+    limit = leaner_record["ceiling"]
+    print(f"{name:40} {leaner.output_bytes / 1e6:7.2f} MB  {rate:8,.0f} samples/s, "
+          f"ceiling {limit['samples_per_s']:8,.0f} ({limit['limited_by']})")
+    leaner.close()
+
+# %% [markdown]
+# On the emulated device a kernel's time follows from its floating-point operations alone, so
+# bfloat16 makes the copy shorter there and the forward not. On a GPU it shortens both.
+#
+# ## Coda: your own model
+#
+# A job is any model that maps a batch to one tensor, and any importable function that consumes
+# it. Nothing in the pool, the workers or the pipeline knows about segmentation.
+
+# %%
+own_model = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(16, 8, 1)
+)
+own_inputs = torch.randn(10, 3, 64, 64)
+own_job = labkit.Job(own_model, own_inputs, labkit.archive, gpu, batch=4)
+
+with (
+    labkit.BufferPool(
+        gpu, own_job.output_shape, own_job.output_dtype, slots=2, page_locked=True
+    ) as pool,
+    labkit.OutputWorkers(labkit.archive, 2, pool) as workers,
+):
+    pipeline = StreamPipeline(gpu, workers, pool, depth=2)
+    for index, batch in enumerate(own_job.batches()):
+        pipeline.submit(index, own_job.forward(batch))
+    fingerprints = pipeline.results()
+
+print(*fingerprints, sep="\n")
+
+# %% [markdown]
+# ## Key points
+#
+# * Copies and kernels use different engines. In two streams they run at the same time.
+# * Streams wait for each other only where you say so, and the host need not wait at all.
+# * Memory that another stream still reads has to be protected from reuse.
+# * At the ceiling, the way on is a cheaper slowest stage: send less, compute less.
+#
+# ## Where to read on
+#
+# * [CUDA streams](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams), PyTorch documentation
+# * [`torch.Tensor.record_stream`](https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html), PyTorch documentation
+# * [How to overlap data transfers](https://developer.nvidia.com/blog/how-overlap-data-transfers-cuda-cc/), NVIDIA technical blog
+# * [Automatic mixed precision](https://docs.pytorch.org/docs/stable/amp.html) and [`torch.compile`](https://docs.pytorch.org/docs/stable/generated/torch.compile.html), PyTorch documentation
