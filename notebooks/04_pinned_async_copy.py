@@ -96,11 +96,15 @@ with labkit.BufferPool(
     after_waiting = slot.tensor[-1, -1, -1, :4].tolist()
 print("read at once:      ", at_once)
 print("read after waiting:", after_waiting)
+if at_once != after_waiting:
+    print("The reader that did not wait got old bytes.")
+else:
+    print("This time the copy was faster than the reader. Luck is not synchronisation.")
 
 # %% [markdown]
-# No error, no warning: the old bytes, or in other cases some old and some new. In a loop that
-# uses its buffers again, the old bytes are those of an *earlier batch*. They look entirely
-# plausible.
+# No error and no warning, whichever of the two you see: a reader that does not wait gets the
+# old bytes, or some old and some new, or with luck the right ones. In a loop that uses its
+# buffers again, the old bytes are those of an *earlier batch*. They look entirely plausible.
 #
 # What tells when the bytes are there is an **event**. `event.record()` puts a mark into the
 # stream of work that the GPU gets; the event is past when the GPU reaches the mark. A slot does
