@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
 
-from .buffers import BufferPool
+from .buffers import BufferPool, check_shared_memory
 from .errors import LabError
 from .hardware import default_workers, usable_cores
 from .job import Job, digest
@@ -20,6 +20,7 @@ from .results import make_record
 from .workers import OutputWorkers
 
 _PARTS = ("workers", "pool", "pinned_pool", "depth")
+_PARTS_WITH_SLOTS = {"pool", "pinned_pool"}
 
 
 def measure(
@@ -32,7 +33,10 @@ def measure(
     when a batch fails, LabError when a strategy gives other results in one repeat than in the
     next.
     """
+    strategies = list(strategies)
     workers = preset.workers or default_workers()
+    if any(_PARTS_WITH_SLOTS & _needs(strategy) for strategy in strategies):
+        check_shared_memory(preset.slots, job.output_bytes)
     progress("ceiling")
     ceiling = measure_ceiling(job, workers)
     rows = []
@@ -63,7 +67,7 @@ def measure(
                 "gpu_busy": round(job.count * ceiling["forward_s"] / statistics.median(seconds), 4),
                 "predicted_samples_per_s": None,
                 "workers": workers if "workers" in parts else 0,
-                "slots": preset.slots if parts.keys() & {"pool", "pinned_pool"} else 0,
+                "slots": preset.slots if parts.keys() & _PARTS_WITH_SLOTS else 0,
                 "depth": preset.depth if "depth" in parts else 0,
             }
         )
@@ -73,17 +77,11 @@ def measure(
 @contextmanager
 def open_parts(strategy: Callable, job: Job, preset: Preset, workers: int):
     """The parts that `strategy` names in its parameters, opened: a dict to call it with."""
-    names = list(inspect.signature(strategy).parameters)[1:]
-    unknown = [name for name in names if name not in _PARTS]
-    if unknown:
-        raise LabError(
-            f"strategy {strategy.__name__} asks for {unknown[0]!r}: "
-            f"its parameters are job and any of {', '.join(_PARTS)}"
-        )
+    names = _needs(strategy)
     parts = {}
     with ExitStack() as stack:
         pool = None
-        for name in {"pool", "pinned_pool"} & set(names):
+        for name in _PARTS_WITH_SLOTS & names:
             pool = BufferPool(
                 job.device, job.output_shape, job.output_dtype, preset.slots, name == "pinned_pool"
             )
@@ -95,6 +93,18 @@ def open_parts(strategy: Callable, job: Job, preset: Preset, workers: int):
         if "depth" in names:
             parts["depth"] = preset.depth
         yield parts
+
+
+def _needs(strategy: Callable) -> set[str]:
+    """The names of a strategy's parameters but the job; LabError for one that is no part."""
+    names = list(inspect.signature(strategy).parameters)[1:]
+    for name in names:
+        if name not in _PARTS:
+            raise LabError(
+                f"strategy {strategy.__name__} asks for {name!r}: "
+                f"its parameters are job and any of {', '.join(_PARTS)}"
+            )
+    return set(names)
 
 
 def measure_ceiling(job: Job, workers: int) -> dict:

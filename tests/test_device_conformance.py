@@ -465,12 +465,15 @@ def test_the_device_works_on_after_it_refused_to_page_lock(
     assert torch.equal(host, expected[:8])
 
 
-def test_two_small_tensors_can_be_page_locked(device):
-    hosts = [torch.zeros(100) for _ in range(2)]  # most likely in the same page
-    for host in hosts:
-        device.page_lock(host)
-    for host in hosts:
-        device.page_unlock(host)
+def test_two_tensors_in_one_page_can_be_page_locked(device):
+    page = torch.zeros(2**12, dtype=torch.uint8).share_memory_()
+    first, second = page[:100], page[100:300]
+    device.page_lock(first)
+    try:
+        device.page_lock(second)
+        device.page_unlock(second)
+    finally:
+        device.page_unlock(first)
 
 
 # Shapes, types and memory.

@@ -55,11 +55,16 @@ def test_random_weights_need_no_network(offline, name):
     model = build_model(name)
     assert not any(module.training for module in model.modules())
     with torch.inference_mode():
-        scores = model(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+        scores = model(load_images(None, 32, 4))
     # One tensor: `out`, and not the dictionary with `aux` that torchvision returns.
     assert type(scores) is torch.Tensor
-    assert scores.shape == (1, CLASSES, 32, 32)
+    assert scores.shape == (4, CLASSES, 32, 32)
     assert scores.dtype == torch.float32
+    # Else one batch's scores in place of another's would go unseen in every digest.
+    maps = scores.argmax(dim=1)
+    for one, other in itertools.combinations(range(4), 2):
+        assert not torch.equal(scores[one], scores[other]), "the scores do not depend on the image"
+        assert not torch.equal(maps[one], maps[other]), "the classes do not depend on the image"
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +87,8 @@ def test_an_image_scores_the_same_alone_and_in_a_batch(model):
     with torch.inference_mode():
         together = model(images)
         alone = torch.cat([model(image[None]) for image in images])
-    torch.testing.assert_close(alone, together, rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(together[0], together[1], rtol=1e-3, atol=1e-4)
+    assert (alone - together).abs().max() < 1e-3 * together.std()
+    assert (together[0] - together[1]).abs().max() > 1e-2 * together.std()
 
 
 def test_images_are_normalised_as_the_weights_expect(model):
@@ -164,7 +169,7 @@ def test_samples_are_photographs():
         assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 500, "few colours: a drawing?"
         grey = pixels.mean(axis=2)
         neighbours = np.corrcoef(grey[:, 1:].ravel(), grey[:, :-1].ravel())[0, 1]
-        assert neighbours > 0.5, "no likeness between neighbours: noise?"
+        assert neighbours > 0.3, "no likeness between neighbours: noise?"
     for one, other in itertools.combinations(images, 2):
         assert not torch.equal(one, other)
 
