@@ -175,6 +175,11 @@ def unpicklable(batch, tensor):
     return lambda: batch
 
 
+def large_result(batch, tensor):
+    """A megabyte."""
+    return bytes([int(tensor[-1])]) * 2**20
+
+
 class BreaksOnArrival:
     """Can be pickled and not unpickled, as exceptions with arguments of their own often are."""
 

@@ -70,7 +70,7 @@ def test_non_blocking_to_cpu_gives_a_tensor_without_its_bytes(device, model, inp
 
 def test_bytes_arrive_while_a_copy_runs():
     device = make_device("emulated", profile("slow", copy_bytes_per_s=50e6))
-    source, host = torch.ones(4 * 2**20), torch.zeros(4 * 2**20)  # 16 MiB: 0.3 s
+    source, host = torch.ones(3 * 2**20), torch.zeros(3 * 2**20)  # 12 MiB: 0.25 s
     tensor = device.upload(source)
     device.page_lock(host)
     host.copy_(tensor, non_blocking=True)
@@ -148,10 +148,10 @@ def test_record_stream_or_a_reference_protects_a_running_copy(
 def test_a_partly_overwritten_copy_is_a_mixture_of_both():
     slow = make_device("emulated", profile("slow", copy_bytes_per_s=50e6))
     model = torch.nn.Identity()
-    inputs = torch.stack([torch.full((2**22,), 1.0), torch.full((2**22,), 2.0)])
+    inputs = torch.stack([torch.full((3 * 2**20,), 1.0), torch.full((3 * 2**20,), 2.0)])
     run = slow.load(model, inputs)
     batches = [slow.upload(inputs[:1]), slow.upload(inputs[1:])]
-    host, copies = torch.zeros(1, 2**22), slow.Stream()
+    host, copies = torch.zeros(1, 3 * 2**20), slow.Stream()
     slow.page_lock(host)
     scores = run(batches[0])
     copies.wait_stream(slow.current_stream())
@@ -161,7 +161,7 @@ def test_a_partly_overwritten_copy_is_a_mixture_of_both():
     assert wait_until(lambda: host[0, 0] == 1)
     run(batches[1])
     slow.synchronize()
-    assert set(host.unique().tolist()) == {1.0, 2.0}
+    assert host[0, 0] == 1 and host[0, -1] == 2
 
 
 def test_memory_is_reused_once_nobody_reads_it(device, model, inputs):
@@ -240,7 +240,7 @@ def test_an_upload_that_is_overwritten_too_early_gives_wrong_results(
 OPERATIONS = {
     "add": lambda t: t + 1,
     "mul": lambda t: 2 * t,
-    "iadd": lambda t: t.add_(1),
+    "add_": lambda t: t.add_(1),
     "argmax": lambda t: t.argmax(dim=1),
     "softmax": lambda t: torch.softmax(t, 1),
     "max": torch.max,
@@ -279,7 +279,6 @@ TRANSFERS = {
     "to a type as well": lambda t: t.to("cpu", torch.float16),
     "to a named type": lambda t: t.to("cpu", dtype=torch.float16),
     "to another device": lambda t: t.to("cuda"),
-    "to no device": lambda t: t.to("nowhere"),
     "from the device": lambda t: t.copy_(t),
     "another type": lambda t: torch.zeros(4, 3, dtype=torch.float16).copy_(t),
     "another shape": lambda t: torch.zeros(3, 4).copy_(t),
@@ -389,8 +388,15 @@ def test_both_copy_engines_and_the_kernels_run_side_by_side(emulated):
 
 
 def _stream_threads():
-    gc.collect()
-    return sum(thread.name == "stream" for thread in threading.enumerate())
+    return {thread for thread in threading.enumerate() if thread.name == "stream"}
+
+
+def _end(threads):
+    def none_is_left():
+        gc.collect()
+        return not any(thread.is_alive() for thread in threads)
+
+    return wait_until(none_is_left)
 
 
 def test_the_threads_of_dropped_streams_end(emulated):
@@ -399,10 +405,11 @@ def test_the_threads_of_dropped_streams_end(emulated):
     for stream in streams:
         with emulated.stream(stream):
             tensor = emulated.upload(torch.zeros(10))
-    assert _stream_threads() == before + 5
+    made = _stream_threads() - before
+    assert len(made) == 5
     tensor.record_stream(stream)
     del streams, stream, tensor
-    assert wait_until(lambda: _stream_threads() == before)
+    assert _end(made)
 
 
 def test_the_threads_of_a_dropped_device_end():
@@ -412,8 +419,10 @@ def test_the_threads_of_a_dropped_device_end():
     device.page_lock(host := torch.zeros(8, 4, 16, 16))
     host.copy_(model(device.upload(images(8))), non_blocking=True)
     device.synchronize()
+    made = _stream_threads() - before
+    assert made
     del device, model, host
-    assert wait_until(lambda: _stream_threads() == before)
+    assert _end(made)
 
 
 def test_what_is_queued_on_a_dropped_stream_is_still_done(emulated):
