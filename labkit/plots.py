@@ -39,10 +39,13 @@ def plot_ladder(record: dict) -> Figure:
         label = f"{rate:,.0f}" if times is None else f"{rate:,.0f}  ({times:.1f}x)"
         if not is_right(record, row):
             label = "wrong bytes"
-        axes.text(high + 0.015 * widest, place, label, va="center", fontsize=10)
+        start, ceiling_at = high + 0.015 * widest, ceiling["samples_per_s"]
+        if start <= ceiling_at < start + 0.2 * widest:  # not across the ceiling's line
+            start = ceiling_at + 0.015 * widest
+        axes.text(start, place, label, va="center", fontsize=10)
     axes.axvline(ceiling["samples_per_s"], color=_CEILING, ls="--", lw=1.5)
     axes.text(
-        ceiling["samples_per_s"], -0.62, f"ceiling: {ceiling['limited_by']}",
+        0.99 * ceiling["samples_per_s"], -0.62, f"ceiling: {ceiling['limited_by']}",
         color=_CEILING, ha="right", va="bottom", fontsize=10,
     )  # fmt: skip
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])

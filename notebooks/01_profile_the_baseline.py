@@ -91,6 +91,7 @@ def stage_times(job, wait):
 
 
 def show(times):
+    print(f"{gpu.name}, one batch:")
     for name, ms in zip(("forward", "copy", "process"), times, strict=True):
         print(f"{name:8} {ms:8.1f} ms")
 
@@ -110,7 +111,7 @@ show(stage_times(job, wait=lambda: None))
 # %%
 times = stage_times(job, wait=gpu.synchronize)
 show(times)
-print(f"\nof these {sum(times):.0f} ms the GPU computes {times[0]:.0f}: {times[0] / sum(times):.0%}")
+print(f"\nof these {sum(times):.0f} ms it computes {times[0]:.0f}: {times[0] / sum(times):.0%}")
 
 # %% [markdown]
 # Waiting like this costs time itself, since nothing overlaps any more. It is right for finding
@@ -137,7 +138,7 @@ labkit.show_figure(
 
 # %%
 share = record["strategies"][0]["gpu_busy"]
-print(f"The GPU computes {share:.0%} of the time. The other four labs are about the rest.")
+print(f"{gpu.name}: computing {share:.0%} of the time. The other four labs are about the rest.")
 
 # %% [markdown]
 # ## Seeing it: NVTX and Nsight Systems

@@ -97,6 +97,7 @@ labkit.show_figure(
 # %%
 ceiling = record["ceiling"]
 batch_ms = {row["name"]: job.batch / row["samples_per_s"] * 1e3 for row in record["strategies"]}
+print(f"{gpu.name}:")
 print(f"a batch in sequential      {batch_ms['sequential']:7.1f} ms")
 print(f"a batch in multi_worker    {batch_ms['multi_worker']:7.1f} ms")
 print(f"forward alone              {ceiling['forward_s'] * 1e3:7.1f} ms")

@@ -139,6 +139,7 @@ row, ceiling = record["strategies"][-1], record["ceiling"]
 batch_s = job.batch / row["samples_per_s"]
 rest_s = batch_s - ceiling["forward_s"]
 print(f"the pool: {row['slots']} slots, {row['slots'] * job.output_bytes / 1e6:,.0f} MB in all")
+print(f"{gpu.name}:")
 print(f"a batch takes {batch_s * 1e3:.1f} ms; without the forward, {rest_s * 1e3:.1f} ms")
 print(f"that is {job.output_bytes / rest_s / 1e9:.1f} GB/s, when the machine can do "
       f"{ceiling['pinned_gbps']:.1f} GB/s")

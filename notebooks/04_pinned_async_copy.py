@@ -72,6 +72,7 @@ def copy_times(page_locked, repeats=5):
     return statistics.median(returned), statistics.median(arrived)
 
 
+print(f"{gpu.name}:")
 for name, page_locked in {"pageable": False, "page-locked": True}.items():
     returned, arrived = copy_times(page_locked)
     print(f"{name:12} returns after {returned:7.2f} ms, bytes there after {arrived:7.2f} ms "
@@ -165,6 +166,7 @@ labkit.show_figure(labkit.plot_ladder(record), f"{results_dir}/figures/04_pinned
 # %%
 row, ceiling = record["strategies"][-1], record["ceiling"]
 batch_ms = job.batch / row["samples_per_s"] * 1e3
+print(f"{gpu.name}:")
 print(f"a batch takes {batch_ms:.1f} ms")
 print(f"forward {ceiling['forward_s'] * 1e3:.1f} ms + copy {ceiling['slot_copy_s'] * 1e3:.1f} ms "
       f"= {(ceiling['forward_s'] + ceiling['slot_copy_s']) * 1e3:.1f} ms")

@@ -70,6 +70,7 @@ def both(copy_stream, repeats=5):
     return statistics.median(milliseconds)
 
 
+print(f"{gpu.name}:")
 print(f"one stream:  {both(gpu.current_stream()):7.1f} ms")
 print(f"two streams: {both(gpu.Stream()):7.1f} ms")
 
@@ -152,6 +153,7 @@ labkit.show_figure(labkit.plot_ladder(record), f"{results_dir}/figures/05_stream
 row, ceiling = record["strategies"][-1], record["ceiling"]
 total_s = job.samples / row["samples_per_s"]
 ends_s = ceiling["slot_copy_s"] + ceiling["process_s"]
+print(f"{gpu.name}:")
 print(f"the run takes {total_s:.3f} s; copying and processing the last batch alone is "
       f"{ends_s:.3f} s of it, {ends_s / total_s:.0%}")
 print(f"the ceiling is set by {ceiling['limited_by']}")
@@ -202,6 +204,7 @@ if compiled and gpu.kind == "cuda":
     variants["best class, from bfloat16, compiled"] = torch.compile(BestClass(LowPrecision(model)))
 
 photographs = job.inputs
+print(f"{gpu.name}:")
 for name, variant in variants.items():
     leaner = labkit.Job(variant, photographs, labkit.archive, gpu, job.batch, job.samples)
     leaner_record = labkit.measure(leaner, [stream_pipeline], size)
