@@ -34,6 +34,7 @@ class Slot:
         self._memory = memory
         self.tensor = memory
 
+    @torch.no_grad()
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> "Slot":
         """Copy `source`, on the device, into this slot and record `event` behind the copy.
 
@@ -112,11 +113,13 @@ class BufferPool:
         if self._closed:
             return
         self._closed = True
-        for slot in self._all:
-            slot.event.synchronize()
-        if self.page_locked:
-            self._device.page_unlock(self.memory)
-        self._all, self._free, self.memory = [], deque(), None
+        try:
+            for slot in self._all:
+                slot.event.synchronize()
+        finally:
+            if self.page_locked:
+                self._device.page_unlock(self.memory)
+            self._all, self._free, self.memory = [], deque(), None
 
     def __enter__(self) -> "BufferPool":
         return self

@@ -145,7 +145,10 @@ def doctor() -> None:
 def main() -> None:
     """Run the command line. Every error is one line on standard error and a non-zero exit."""
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        code = app(standalone_mode=False) or 0
+        if code != 130:  # what typer makes of an interrupt
+            sys.exit(code)
+        message = "interrupted"
     except LabError as error:
         trace = getattr(error, "trace", "")  # of a worker: the user's own code failed there
         message, code = f"{error}\n{trace}".strip(), 1

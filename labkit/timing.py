@@ -57,6 +57,7 @@ def measure(
         if len(digests) > 1:
             raise LabError(f"{name} gave other results in one run than in the next")
         rates = [job.samples / s for s in seconds]
+        busy = job.samples / job.batch * ceiling["forward_s"] / statistics.median(seconds)
         rows.append(
             {
                 "name": name,
@@ -64,7 +65,7 @@ def measure(
                 "spread": [round(min(rates), 3), round(max(rates), 3)],
                 "batches": job.count,
                 "digest": digests.pop(),
-                "gpu_busy": round(job.count * ceiling["forward_s"] / statistics.median(seconds), 4),
+                "gpu_busy": round(min(1.0, busy), 4),
                 "predicted_samples_per_s": None,
                 "workers": workers if "workers" in parts else 0,
                 "slots": preset.slots if parts.keys() & _PARTS_WITH_SLOTS else 0,

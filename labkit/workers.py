@@ -63,6 +63,7 @@ class OutputWorkers:
         threads: bool = False,
     ):
         check_count("workers", count)
+        check_count("limit", limit)
         if not threads:
             check_importable(process)
         self._pool, self._limit = pool, limit
@@ -105,7 +106,7 @@ class OutputWorkers:
             task = (batch, item.index, tuple(item.tensor.shape))
             self._under_way[batch] = item
         else:
-            if type(item) is not torch.Tensor or item.is_cuda or item.requires_grad:
+            if not _is_plain(item):
                 raise LabError(
                     f"batch {batch} is no plain host tensor: submit tensor.detach().cpu()"
                 )
@@ -251,6 +252,16 @@ class OutputWorkers:
         self._tasks.put(None)
         if self._feeder.ident is not None:
             self._feeder.join(CLOSE_LIMIT_S)
+
+
+def _is_plain(item) -> bool:
+    """Is `item` a host tensor that consists of its bytes and nothing else?"""
+    return (
+        type(item) is torch.Tensor
+        and item.device.type == "cpu"
+        and item.layout == torch.strided
+        and not (item.requires_grad or item.is_conj() or item.is_neg() or item.is_quantized)
+    )
 
 
 def check_importable(process) -> None:

@@ -109,6 +109,21 @@ def wait_until(condition, seconds=10.0):
     return True
 
 
+def stays_behind(event):
+    """Whether `event` is still to come after a time in which an idle stream gets far."""
+    return not wait_until(event.query, 0.03)
+
+
+def open_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def files_in_shared_memory(*pids):
+    """Those that torch made in the processes `pids`, in this one unless given."""
+    pids = pids or [os.getpid()]
+    return [path for pid in pids for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
+
+
 # What workers call.
 
 
@@ -130,6 +145,12 @@ def logged(batch, tensor, log):
 def jittered(batch, tensor):
     """`fingerprint`, after a time that puts neighbouring batches out of order."""
     time.sleep(0.02 * (batch * 7 % 3))
+    return fingerprint(batch, tensor)
+
+
+def slow(batch, tensor):
+    """`fingerprint`, slower than the main loop: without a limit, batches would pile up."""
+    time.sleep(0.002)
     return fingerprint(batch, tensor)
 
 

@@ -1,12 +1,18 @@
 """The pool: one piece of shared memory, whose slots have one holder at a time."""
 
 import collections
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import SLOW_COPY, delay, make_device, stalled
+from helpers import (
+    SLOW_COPY,
+    delay,
+    files_in_shared_memory,
+    make_device,
+    open_descriptors,
+    stalled,
+)
 
 from labkit import BufferPool, LabError, buffers
 
@@ -222,16 +228,16 @@ def test_closing_waits_for_running_copies():
 
 
 def test_all_slots_are_one_piece_of_shared_memory_and_one_descriptor(device):
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with BufferPool(device, (16, 4), torch.float32, slots=32) as pool:
-        assert len(os.listdir("/proc/self/fd")) <= before + 1
+        assert open_descriptors() <= before + 1
         assert pool.memory.is_shared()
         slots = [pool.acquire() for _ in range(32)]
         whole = pool.memory.untyped_storage().data_ptr()
         assert {slot.tensor.untyped_storage().data_ptr() for slot in slots} == {whole}
         assert pool.memory.untyped_storage().nbytes() == 32 * pool.slot_bytes
     del pool, slots, whole
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert open_descriptors() <= before
 
 
 def test_every_page_is_touched_at_the_start(device):
@@ -244,10 +250,8 @@ def test_every_page_is_touched_at_the_start(device):
 
 
 def test_nothing_is_left_in_shared_memory(device):
-    before = set(os.listdir("/dev/shm"))
     with BufferPool(device, (2**20,), torch.float32, slots=2):
-        pass
-    assert set(os.listdir("/dev/shm")) <= before
+        assert files_in_shared_memory() == []  # a killed process leaves nothing either
 
 
 def test_memory_is_given_back(device):

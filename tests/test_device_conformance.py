@@ -1,14 +1,14 @@
 """The contracts that both devices keep, in code that knows no difference between them.
 
 `stalled(device)` holds the current stream for the length of a block. What is queued behind it
-cannot be done, so `not event.query()` shows that a call returned before its work ended.
+cannot be done, so an event that stays behind shows that a call returned before its work ended.
 """
 
 import threading
 
 import pytest
 import torch
-from helpers import Tiny, delay, images, stalled, wait_until
+from helpers import Tiny, delay, images, stalled, stays_behind, wait_until
 
 from labkit import LabError
 
@@ -52,7 +52,7 @@ def test_a_launch_returns_before_its_kernel_ends(device, model, inputs, expected
     with stalled(device):
         scores = model(batch)
         event.record()
-        assert not event.query()
+        assert stays_behind(event)
     event.synchronize()
     assert event.query()
     assert torch.equal(scores.cpu(), expected[:8])
@@ -64,7 +64,7 @@ def test_an_upload_from_page_locked_memory_returns_at_once(device, inputs):
     with stalled(device):
         batch = device.upload(inputs[:8])
         event.record()
-        assert not event.query()
+        assert stays_behind(event)
     event.synchronize()
     assert torch.equal(batch.cpu(), inputs[:8])
 
@@ -86,7 +86,7 @@ def test_a_non_blocking_copy_to_page_locked_memory_returns_at_once(
     with stalled(device):
         host.copy_(scores, non_blocking=True)
         event.record()
-        assert not event.query()
+        assert stays_behind(event)
     event.synchronize()
     assert torch.equal(host, expected[:8])
 
@@ -96,7 +96,7 @@ def test_a_part_of_page_locked_memory_is_page_locked(device, scores, expected, p
     with stalled(device):
         memory[1].copy_(scores, non_blocking=True)
         event.record()
-        assert not event.query()
+        assert stays_behind(event)
     event.synchronize()
     assert torch.equal(memory[1], expected[:8])
     assert (memory[0] == 7).all() and (memory[2] == 7).all()
@@ -109,7 +109,7 @@ def test_non_blocking_to_cpu_returns_at_once(device, scores, expected):
     with stalled(device):
         host = scores.to("cpu", non_blocking=True)
         event.record()
-        assert not event.query()
+        assert stays_behind(event)
     event.synchronize()
     assert type(host) is torch.Tensor and torch.equal(host, expected[:8])
 
@@ -178,9 +178,7 @@ def test_the_device_synchronizes_every_stream(device, scores, expected, page_loc
         assert torch.equal(host, expected[:8])
 
 
-def test_the_device_synchronizes_a_stream_that_nobody_keeps(
-    device, scores, expected, page_locked
-):
+def test_the_device_synchronizes_a_stream_that_nobody_keeps(device, scores, expected, page_locked):
     host = page_locked(scores.shape)
     with device.stream(device.Stream()):
         delay(device)
@@ -192,7 +190,7 @@ def test_the_device_synchronizes_a_stream_that_nobody_keeps(
 def test_a_stream_says_whether_it_is_done(device):
     stream = device.Stream()
     with device.stream(stream), stalled(device):
-        assert not stream.query()
+        assert stays_behind(stream)
     assert wait_until(stream.query)
 
 
@@ -207,7 +205,7 @@ def test_a_stream_does_one_thing_after_the_other(device, model, inputs, expected
         for batch, event in zip(batches, events, strict=True):
             host.copy_(model(batch), non_blocking=True)
             event.record()
-        assert not any(event.query() for event in events)
+        assert stays_behind(events[0])
     events[-1].synchronize()
     assert all(event.query() for event in events)
     assert torch.equal(host, expected[16:])
@@ -229,7 +227,7 @@ def test_two_streams_do_not_wait_for_each_other(device, scores, expected, page_l
             host.copy_(scores, non_blocking=True)
             early.record()
         early.synchronize()
-        assert not late.query()
+        assert stays_behind(late)
         assert torch.equal(host, expected[:8])
     late.synchronize()
 
@@ -276,7 +274,7 @@ def test_a_stream_can_wait_for_another(device, model, inputs, expected, page_loc
             with device.stream(consumer):
                 host.copy_(scores, non_blocking=True)
                 arrived.record()
-            assert not arrived.query()
+            assert stays_behind(arrived)
     arrived.synchronize()
     assert torch.equal(host, expected[:8])
 
@@ -288,7 +286,7 @@ def test_a_wait_covers_only_what_was_queued_before_it(device):
     with device.stream(first), stalled(device):
         second.wait_event(event)
         second.synchronize()  # would not end if it waited for the stall
-        assert not first.query()
+        assert stays_behind(first)
 
 
 def test_recording_again_does_not_move_an_earlier_wait(device):
@@ -298,7 +296,7 @@ def test_recording_again_does_not_move_an_earlier_wait(device):
     with device.stream(first), stalled(device):
         event.record()
         second.synchronize()
-        assert not event.query()
+        assert stays_behind(event)
     event.synchronize()
 
 
@@ -329,7 +327,7 @@ def test_an_event_records_on_the_current_stream(device):
         here.record()
         there.record(device.Stream())
         there.synchronize()
-        assert not here.query()
+        assert stays_behind(here)
     here.synchronize()
 
 
@@ -530,7 +528,7 @@ def test_metadata_is_there_before_the_bytes(device, model, inputs):
         assert scores.ndim == scores.dim() == 4
 
 
-def test_a_host_tensor_outlives_the_device_tensor_that_it_came_from(device, model, inputs, expected):
+def test_a_host_tensor_outlives_its_device_tensor(device, model, inputs, expected):
     hosts = []
     for first in (0, 8, 16):
         scores = model(device.upload(inputs[first : first + 8]))

@@ -155,6 +155,7 @@ BROKEN = {
     "a ceiling that is not a number": changed(ceiling__samples_per_s=float("nan")),
     "a prediction that is not a number":
         changed(strategies__0__predicted_samples_per_s=float("nan")),
+    "an infinite prediction": changed().replace('s_per_s": null', 's_per_s": 1e999', 1),
     "a spread turned round": changed(strategies__0__spread=[110.0, 90.0]),
     "a rate outside its spread": changed(strategies__0__samples_per_s=500.0),
 }  # fmt: skip

@@ -15,7 +15,14 @@ import helpers
 import psutil
 import pytest
 import torch
-from helpers import fingerprint, make_device, stalled, wait_until
+from helpers import (
+    files_in_shared_memory,
+    fingerprint,
+    make_device,
+    open_descriptors,
+    stalled,
+    wait_until,
+)
 
 import labkit.worker
 from labkit import BufferPool, LabError, OutputWorkers
@@ -444,7 +451,9 @@ def test_a_worker_killed_at_a_batch_is_an_error(tmp_path):
             workers.submit(index, _batch(index))
         assert wait_until((tmp_path / "pid").exists)
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-        with pytest.raises(WorkerError, match=r"worker 0 was killed by SIGKILL.* batch 2") as failure:
+        with pytest.raises(
+            WorkerError, match=r"worker 0 was killed by SIGKILL.* batch 2"
+        ) as failure:
             workers.results()
     assert (failure.value.batch, failure.value.worker) == (2, 0)
     assert failure.value.results == {0: 0, 1: 1}
@@ -582,7 +591,7 @@ def test_an_error_in_the_block_ends_busy_workers_at_once(tmp_path):
 def _footprint():
     """Descriptors, threads, pieces of shared memory."""
     gc.collect()
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/dev/shm"))
+    return open_descriptors(), threading.active_count(), len(files_in_shared_memory())
 
 
 def test_nothing_piles_up_over_many_runs(threads):
@@ -684,7 +693,6 @@ if __name__ == "__main__":
 
 
 def test_workers_end_when_their_parent_is_killed(tmp_path):
-    before = set(os.listdir("/dev/shm"))
     script = tmp_path / "parent.py"
     script.write_text(_PARENT)
     tests = Path(__file__).parent
@@ -700,5 +708,6 @@ def test_workers_end_when_their_parent_is_killed(tmp_path):
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    assert _gone([process.pid for process in descendants])
-    assert set(os.listdir("/dev/shm")) <= before
+    pids = [process.pid for process in descendants]
+    assert _gone(pids)
+    assert files_in_shared_memory(parent.pid, *pids) == []

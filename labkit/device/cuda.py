@@ -1,5 +1,7 @@
 """The GPU. Nothing stands between the learner and `torch.cuda`."""
 
+import contextlib
+
 import torch
 
 from ..errors import LabError
@@ -48,6 +50,9 @@ class CudaDevice:
 
 def _check(code, action: str) -> None:
     if int(code) != 0:
+        # CUDA keeps the error for whoever asks next, which would be a learner's own kernel.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
         raise LabError(
             f"CUDA could not {action} (error {int(code)}): "
             "use fewer slots, or a pool that is not page-locked"

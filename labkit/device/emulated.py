@@ -46,6 +46,7 @@ class EmulatedDevice:
         self._dropped: deque[Block] = deque()
         self._allocation = threading.Lock()
         self._streams = weakref.WeakSet()
+        self._last_marks: list[_Mark] = []  # of streams that are gone
         self._faults: list[BaseException] = []
         self._thread = threading.local()
         self._default_stream = self.Stream()
@@ -76,6 +77,9 @@ class EmulatedDevice:
         """Wait until every stream is done."""
         for stream in list(self._streams):
             stream.synchronize()
+        while self._last_marks:
+            self._last_marks.pop().done.wait()
+        self.raise_fault()
 
     # The four helpers that CudaDevice has as well.
 
@@ -194,7 +198,8 @@ class EmulatedStream:
         )
         serve.start()
         # The thread knows only the queue: dropping the stream ends it, after what is queued.
-        weakref.finalize(self, self._operations.put, None).atexit = False
+        end = weakref.finalize(self, _end_stream, self._operations, device._last_marks)
+        end.atexit = False
 
     def mark(self) -> "_Mark":
         """Queue a mark that is set when all that is queued so far is done."""
@@ -319,6 +324,14 @@ def _serve(operations: SimpleQueue, faults: list[BaseException]) -> None:
         except Exception as error:  # reported at the next synchronising call
             faults.append(error)
         del operation, item  # an idle stream must not keep the last operation's memory
+
+
+def _end_stream(operations: SimpleQueue, last_marks: list[_Mark]) -> None:
+    mark = _Mark()
+    operations.put((mark.set, time.perf_counter()))
+    operations.put(None)
+    last_marks.append(mark)
+    last_marks[:] = [mark for mark in last_marks if not mark.done.is_set()]
 
 
 def _sleep_until(moment: float) -> None:

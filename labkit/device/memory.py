@@ -89,9 +89,11 @@ def _cpu(tensor: DeviceTensor) -> torch.Tensor:
     return _copy_(host, tensor)
 
 
-def _to(tensor: DeviceTensor, device, non_blocking: bool = False) -> torch.Tensor:
-    if torch.device(device).type != "cpu":
-        raise LabError(f"the emulated device copies to 'cpu' only, not to {str(device)!r}")
+def _to(tensor: DeviceTensor, *target, non_blocking: bool = False, **more) -> torch.Tensor:
+    target += tuple(more.values())
+    if [str(value) for value in target] != ["cpu"]:
+        asked = ", ".join(map(str, target))
+        raise LabError(f"the emulated device copies to 'cpu' and no more: got .to({asked})")
     if not non_blocking:
         return _cpu(tensor)
     # As torch does on CUDA: page-locked memory, touched, returned before its bytes have arrived.
@@ -168,8 +170,10 @@ class Kernel:
         return scores
 
     def _look_up(self, contents: np.ndarray, count: int) -> np.ndarray:
-        keys = [_key(image) for image in contents.reshape(count, -1)]
-        first = self._rows.get(keys[0]) if keys else 0
+        if count == 0:
+            return contents[:0]
+        keys = [_key(image) for image in contents.reshape(count, contents.size // count)]
+        first = self._rows.get(keys[0])
         if first is not None and self._keys[first : first + count] == keys:
             return host_bytes(self._outputs[first : first + count])
         garbage = np.full(self._outputs[0].nbytes, _GARBAGE)
