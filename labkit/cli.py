@@ -43,15 +43,18 @@ def bench(
     from .workload import segmentation_job
 
     chosen = pick_strategies(strategies)
+    opened = open_device(device)
     if json is not None:
         check_writable(json)
-    opened = open_device(device)
     size = get_preset(
         preset, opened.kind, batches=batches, workers=workers, slots=slots, depth=depth
     )
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     # Drawn between the runs only: a timed loop shares its cores with nothing of ours.
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, auto_refresh=False, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("loading the model", total=None)
 
         def show(step: str) -> None:
@@ -96,7 +99,7 @@ def run(
 
     for value in values:
         size = get_preset(value.get("preset", preset), "emulated")
-        if value.get("batches"):
+        if "batches" in value:
             get_preset(size.name, "emulated", batches=value["batches"])
         open_device(value.get("device", device))
     columns = (
@@ -106,7 +109,9 @@ def run(
         TimeElapsedColumn(),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, refresh_per_second=1) as progress:
+    with Progress(
+        *columns, console=console, refresh_per_second=1, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("", total=len(paths))
         for path, value in zip(paths, values, strict=True):
             progress.update(task, description=path.stem)
@@ -158,7 +163,10 @@ def main() -> None:
         if not hasattr(error, "format_message"):  # the command line's own usage errors have it
             raise
         message, code = error.format_message(), 2
-    print(f"labkit: {message}", file=sys.stderr)
+    if message.startswith("Usage:"):  # no verb was given
+        print(message)
+    else:
+        print(f"labkit: {message}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -54,8 +54,10 @@ def _torch_pair() -> Finding:
 
 
 def _gpu() -> Finding:
-    import torch
-
+    try:
+        import torch
+    except Exception:
+        return Finding("bad", "GPU", "torch cannot be imported", "see torch, above")
     if torch.cuda.is_available():
         detail = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
         return Finding("ok", "GPU", detail)
@@ -87,7 +89,9 @@ def _memory() -> Finding:
 def _shared_memory() -> Finding:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return Finding("note", "shared memory", "no /dev/shm on this system")
+        return Finding(
+            "note", "shared memory", "no /dev/shm on this system", "no limit to mind then"
+        )
     free, needed = shutil.disk_usage(folder).free, _WORKSHOP.slots * _SLOT_BYTES
     if free < needed:
         fix = "docker run --shm-size=8g, or fewer --slots"
@@ -100,7 +104,7 @@ def _descriptors() -> Finding:
     try:
         import resource
     except ImportError:  # not on Windows
-        return Finding("note", "descriptors", "no limit known on this system")
+        return Finding("note", "descriptors", "no limit known on this system", "nothing to mend")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit < 256:
         return Finding("bad", "descriptors", f"{limit} open files allowed", "ulimit -n 1024")
@@ -108,8 +112,10 @@ def _descriptors() -> Finding:
 
 
 def _page_locking() -> Finding:
-    import torch
-
+    try:
+        import torch
+    except Exception:
+        return Finding("bad", "page-locking", "torch cannot be imported", "see torch, above")
     if not torch.cuda.is_available():
         return Finding("ok", "page-locking", "emulated")
     from .device import open_device
@@ -126,8 +132,10 @@ def _page_locking() -> Finding:
 
 
 def _start_method() -> Finding:
-    from .worker import START_METHOD
-
+    try:
+        from .worker import START_METHOD
+    except Exception:
+        return Finding("bad", "workers", "torch cannot be imported", "see torch, above")
     if START_METHOD != "forkserver":
         return Finding("note", "workers", START_METHOD, "each worker takes seconds to start")
     return Finding("ok", "workers", f"start by {START_METHOD}")

@@ -54,10 +54,17 @@ def read_parameters(path: Path) -> dict:
         raise LabError(f"{str(path)!r} is not a notebook: {type(error).__name__}") from None
     cells = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
     defaults = {}
-    for cell in cells:
-        for node in ast.parse(cell.source).body:
+    try:
+        for node in (node for cell in cells for node in ast.parse(cell.source).body):
             if isinstance(node, ast.AnnAssign) and node.value is not None:
                 defaults[node.target.id] = ast.literal_eval(node.value)
+        if any(type(value) not in (str, int, float, bool) for value in defaults.values()):
+            raise ValueError
+    except (SyntaxError, ValueError, AttributeError):
+        raise LabError(
+            f"cannot read the parameters of {path.stem}: write each as name: type = value, "
+            "with str, int, float or bool"
+        ) from None
     return defaults
 
 
@@ -116,8 +123,8 @@ def run_notebook(path: Path, out: Path, parameters: dict) -> Path:
     try:
         with tempfile.TemporaryDirectory(prefix="labkit-") as sockets:
             papermill.execute_notebook(
-                str(path),
-                str(running),
+                # Papermill takes braces in a path for names of parameters.
+                *(str(file).replace("{", "{{").replace("}", "}}") for file in (path, running)),
                 parameters=parameters,
                 kernel_name="python3",
                 progress_bar=False,
@@ -126,11 +133,11 @@ def run_notebook(path: Path, out: Path, parameters: dict) -> Path:
                 kernel_manager_class=_private_kernel_manager(Path(sockets)),
             )
     except Exception as error:
-        kept = ""
+        where, kept = _last_cell(running), ""
         if running.exists():
             running.replace(failed)
             kept = f" (as far as it got: {failed})"
-        raise LabError(f"{path.stem}: {_explain(error)}{kept}") from None
+        raise LabError(f"{path.stem}: {_explain(error, where)}{kept}") from None
     running.replace(done)
     return done
 
@@ -148,12 +155,27 @@ def _private_kernel_manager(folder: Path):
     return PrivateKernelManager
 
 
-def _explain(error: Exception) -> str:
+def _last_cell(path: Path) -> str:
+    """Which cell the notebook at `path` had begun last; empty if there is none."""
+    import nbformat
+
+    begun = ""
+    if path.exists():
+        for number, cell in enumerate(nbformat.read(path, as_version=4).cells, 1):
+            if cell.metadata.get("papermill", {}).get("start_time"):
+                begun = f"cell {number} ({_first_line(cell.source)!r}): "
+    return begun
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "")
+
+
+def _explain(error: Exception, where: str) -> str:
     if hasattr(error, "ename"):  # papermill's own error: a cell raised
-        first_line = (error.source.strip().splitlines() or [""])[0]
-        return f"cell {error.cell_index + 1} ({first_line!r}) failed: {error.ename}: {error.evalue}"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        source, reason = _first_line(error.source), _first_line(error.evalue)
+        return f"cell {error.cell_index + 1} ({source!r}) failed: {error.ename}: {reason}"
+    return f"{where}{type(error).__name__}: {_first_line(str(error)) or 'no message'}"
 
 
 def build(source: Path) -> str:

@@ -1,5 +1,6 @@
 """Records: what a run measured, on what. The only source of every number that is shown."""
 
+import contextlib
 import datetime
 import functools
 import json
@@ -59,14 +60,14 @@ SCHEMA = _object(
             batches=_COUNT,
             digest=_TEXT,
             gpu_busy=_NUMBER,
-            predicted_samples_per_s={"type": ["number", "null"]},
+            predicted_samples_per_s={**_NUMBER, "type": ["number", "null"]},
             workers=_COUNT,
             slots=_COUNT,
             depth=_COUNT,
         ),
     },
 )
-_SIZE_LIMIT_BYTES = 2**20  # a record is some kilobytes: anything larger is something else
+_SIZE_LIMIT_BYTES = 2**17  # a record is some kilobytes: anything larger is something else
 
 
 def make_record(job, preset, ceiling: dict, strategies: list[dict]) -> dict:
@@ -107,11 +108,14 @@ def check_writable(path: str | Path) -> None:
     """Raise LabError unless a file can be written at `path`: asked before the work is done."""
     path = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise LabError(f"cannot write {str(path)!r}: it is a folder")
+        folder = next(folder for folder in path.absolute().parents if folder.exists())
+        probe = folder / _partial(path).name
+        probe.touch()
+        probe.unlink()
     except OSError as error:
         raise LabError(f"cannot write {str(path)!r}: {error.strerror}") from None
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise LabError(f"cannot write {str(path)!r}: choose another place")
 
 
 def save_record(record: dict, path: str | Path) -> Path:
@@ -120,15 +124,20 @@ def save_record(record: dict, path: str | Path) -> Path:
     Missing folders are made. Raises LabError when it cannot be written.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = _partial(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(record, indent=1) + "\n")
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise LabError(f"cannot write the record {str(path)!r}: {error.strerror}") from None
     return path
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def load_record(path: str | Path) -> dict:
@@ -137,10 +146,16 @@ def load_record(path: str | Path) -> dict:
 
     path = Path(path)
     try:
+        if path.exists() and not path.is_file():
+            raise LabError(f"{str(path)!r} is not a file")
         if path.stat().st_size > _SIZE_LIMIT_BYTES:
             raise LabError(f"{str(path)!r} is too large for a record")
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(), parse_constant=_refuse)
         jsonschema.validate(record, SCHEMA)
+        for row in record["strategies"]:
+            low, high = row["spread"]
+            if not low <= row["samples_per_s"] <= high:
+                raise LabError(f"{str(path)!r} is not a record: a rate lies outside its spread")
     except OSError as error:
         raise LabError(f"cannot read the record {str(path)!r}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -149,6 +164,10 @@ def load_record(path: str | Path) -> dict:
         where = "/".join(map(str, error.absolute_path)) or "top level"
         raise LabError(f"{str(path)!r} is not a record: {error.message[:200]} at {where}") from None
     return record
+
+
+def _refuse(constant: str):
+    raise ValueError(f"{constant} is no number")  # NaN passes every comparison in the schema
 
 
 def is_right(record: dict, row: dict) -> bool:
@@ -210,7 +229,7 @@ def ladder_table(record: dict):
             row["name"],
             _rate(row["samples_per_s"]),
             f"{_rate(low)} to {_rate(high)}",
-            "wrong bytes" if not right else "" if times is None else f"{times:.2f}x",
+            "wrong" if not right else "" if times is None else f"{times:.2f}x",
             f"{row['samples_per_s'] / ceiling:.0%}" if right else "",
             f"{row['gpu_busy']:.0%}",
         )
