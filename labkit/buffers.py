@@ -101,7 +101,7 @@ class BufferPool:
     def release(self, slot: Slot) -> None:
         """Give `slot` back. OutputWorkers does this for the slots it was given."""
         self._check_open()
-        if slot not in self._all:
+        if slot not in self:
             raise LabError(f"slot {slot.index} belongs to another pool")
         if not slot.held:
             raise LabError(f"slot {slot.index} was released twice: release each acquire once")
@@ -120,6 +120,9 @@ class BufferPool:
             if self.page_locked:
                 self._device.page_unlock(self.memory)
             self._all, self._free, self.memory = [], deque(), None
+
+    def __contains__(self, slot: Slot) -> bool:
+        return slot in self._all
 
     def __enter__(self) -> "BufferPool":
         return self

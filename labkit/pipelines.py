@@ -7,6 +7,8 @@ a `pool` of pageable slots or a `pinned_pool` of page-locked ones. Each returns 
 
 from collections import deque
 
+from .presets import check_depth
+
 
 def sequential(job):
     """Compute, copy, process: one after the other, and nothing at the same time."""
@@ -66,7 +68,7 @@ class StreamPipeline:
 
     def __init__(self, device, workers, pinned_pool, depth=2):
         self.device, self.workers, self.pool = device, workers, pinned_pool
-        self.depth = depth
+        self.depth = check_depth(depth, pinned_pool.slots)
         self.copy_stream = device.Stream()
         self.in_flight = deque()  # (batch index, slot), oldest first
 

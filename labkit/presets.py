@@ -74,9 +74,11 @@ def check_count(name: str, value: int) -> int:
     return value
 
 
-def check_depth(depth: int, slots: int) -> None:
-    """Raise LabError unless every copy in flight can have a slot of its own."""
+def check_depth(depth: int, slots: int) -> int:
+    """`depth`, or a LabError unless every copy in flight can have a slot of its own."""
+    check_count("depth", depth)
     if depth > slots:
         raise LabError(
             f"depth {depth} needs at least {depth} slots, got {slots}: raise slots or lower depth"
         )
+    return depth

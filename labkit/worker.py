@@ -85,6 +85,9 @@ class ProcessWorker(Worker):
         if self._process.is_alive():
             self._process.kill()
 
+    def is_gone(self) -> bool:
+        return not self._process.is_alive()
+
     def how_it_ended(self) -> str:
         self._process.join(CLOSE_LIMIT_S)
         code = self._process.exitcode
@@ -122,6 +125,9 @@ class ThreadWorker(Worker):
 
     def kill(self) -> None:
         """A thread cannot be ended from outside: it ends after the batch it is at."""
+
+    def is_gone(self) -> bool:
+        return not self._thread.is_alive()
 
     def how_it_ended(self) -> str:
         return "ended"
@@ -166,8 +172,8 @@ def _serve(receive, reply, process, memory: torch.Tensor | None) -> None:
             tensor = content if slot is None else view_slot(memory[slot], content)
             result = process(batch, tensor)
             seconds = time.perf_counter() - start
-            answer = pickle.dumps((batch, "done", result, seconds))
-        except Exception as error:
+            answer = pickle.dumps((batch, "done", pickle.dumps(result), seconds))
+        except BaseException as error:  # sys.exit() too: every task gets its reply
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
             answer = pickle.dumps((batch, "failed", (first_line, traceback.format_exc()), 0.0))
         task = content = tensor = result = None  # hold no batch while waiting for the next

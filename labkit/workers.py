@@ -98,11 +98,7 @@ class OutputWorkers:
         if batch in self._under_way or batch in self._results:
             raise LabError(f"batch {batch} was submitted twice")
         if isinstance(item, Slot):
-            if not item.event.query():
-                raise LabError(
-                    f"slot {item.index} was submitted while its copy is running: "
-                    "call slot.event.synchronize() first"
-                )
+            self._check_slot(item)
             task = (batch, item.index, tuple(item.tensor.shape))
             self._under_way[batch] = item
         else:
@@ -133,7 +129,9 @@ class OutputWorkers:
         """Let every worker finish the batch it is at, then end it. Bounded; may be repeated."""
         if self._closed:
             return
-        self._stop_feeder()
+        if not self._stop_feeder():  # it waits for a worker that hangs
+            self._abort()
+            return
         for worker in self._workers:
             worker.end()
         deadline = time.monotonic() + CLOSE_LIMIT_S
@@ -146,6 +144,19 @@ class OutputWorkers:
 
     def __exit__(self, kind, error, trace) -> None:
         self.close() if kind is None else self._abort()
+
+    def _check_slot(self, slot: Slot) -> None:
+        if self._pool is None or slot not in self._pool:
+            raise LabError(f"slot {slot.index} is of another pool than these workers have")
+        if slot in self._under_way.values():
+            raise LabError(f"slot {slot.index} is with a worker already: acquire another one")
+        if not slot.held:
+            raise LabError(f"slot {slot.index} is free: acquire() it and fill it first")
+        if not slot.event.query():
+            raise LabError(
+                f"slot {slot.index} was submitted while its copy is running: "
+                "call slot.event.synchronize() first"
+            )
 
     # Waiting: the only places where the main loop blocks.
 
@@ -183,11 +194,15 @@ class OutputWorkers:
         slot = self._under_way.pop(batch)
         if slot is not None:
             self._pool.release(slot)
-        if outcome == "failed":
-            message, trace = value
-            self._fail(f"batch {batch} failed in worker {worker.number}: {message}",
-                       batch, worker, trace)  # fmt: skip
-        self._results[batch] = value
+        message, trace = value if outcome == "failed" else ("", "")
+        if outcome == "done":
+            try:
+                self._results[batch] = pickle.loads(value)
+            except Exception as error:
+                message = f"its result cannot be unpickled: {type(error).__name__}: {error}"
+        if message:
+            message = f"batch {batch} failed in worker {worker.number}: {message}"
+            self._fail(message, batch, worker, trace)
         self.seconds.append(seconds)
 
     def _wait_until_ready(self) -> None:
@@ -231,8 +246,12 @@ class OutputWorkers:
 
     def _forget(self) -> None:
         self._closed = True
-        if self._pool is not None:
-            self._pool.wait_for_release = self._pool._nobody_releases
+        if self._pool is None:
+            return
+        self._pool.wait_for_release = self._pool._nobody_releases
+        if all(worker.is_gone() for worker in self._workers):
+            for slot in filter(None, self._under_way.values()):
+                self._pool.release(slot)
 
     # The feeder thread.
 
@@ -248,10 +267,11 @@ class OutputWorkers:
                 raise
             del item, task  # keep no batch alive while waiting for the next
 
-    def _stop_feeder(self) -> None:
+    def _stop_feeder(self) -> bool:
         self._tasks.put(None)
         if self._feeder.ident is not None:
             self._feeder.join(CLOSE_LIMIT_S)
+        return not self._feeder.is_alive()
 
 
 def _is_plain(item) -> bool:

@@ -28,6 +28,7 @@ from collections import deque
 
 import labkit
 from labkit.pipelines import buffer_pool, multi_worker, pinned_async, sequential
+from labkit.presets import check_depth
 
 gpu = labkit.open_device(device)
 size = labkit.get_preset(preset, gpu.kind, batches=batches)
@@ -95,7 +96,7 @@ class StreamPipeline:
 
     def __init__(self, device, workers, pinned_pool, depth=2):
         self.device, self.workers, self.pool = device, workers, pinned_pool
-        self.depth = depth
+        self.depth = check_depth(depth, pinned_pool.slots)
         self.copy_stream = device.Stream()
         self.in_flight = deque()  # (batch index, slot), oldest first
 

@@ -180,6 +180,14 @@ def hang_at(batch, tensor, bad, folder):
     return batch
 
 
+def fork_and_hang_at(batch, tensor, bad, folder):
+    """`hang_at`, with a process beside it that has the same open files; it goes after 5 s."""
+    if batch == bad and os.fork() == 0:
+        time.sleep(5)
+        os._exit(0)
+    return hang_at(batch, tensor, bad, folder)
+
+
 def fail_at(batch, tensor, bad):
     if batch == bad:
         raise ValueError(f"cannot stand batch {batch}\nsecond line")

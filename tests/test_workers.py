@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
+from multiprocessing import connection
 from pathlib import Path
 
 import helpers
@@ -26,6 +28,7 @@ from helpers import (
 
 import labkit.worker
 from labkit import BufferPool, LabError, OutputWorkers
+from labkit.worker import CLOSE_LIMIT_S
 from labkit.workers import WorkerError
 
 pytestmark = [
@@ -444,19 +447,20 @@ def test_a_process_function_that_exits_is_an_error(threads):
         assert failure.value.results == {0: 0}
 
 
-def test_a_worker_killed_at_a_batch_is_an_error(tmp_path):
-    process = functools.partial(helpers.hang_at, bad=2, folder=tmp_path)
+@pytest.mark.parametrize("hang", [helpers.hang_at, helpers.fork_and_hang_at])
+def test_a_worker_killed_at_a_batch_is_an_error(tmp_path, hang):
+    process = functools.partial(hang, bad=2, folder=tmp_path)
     with OutputWorkers(process, 1) as workers:
         for index in range(4):
             workers.submit(index, _batch(index))
         assert wait_until((tmp_path / "pid").exists)
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-        with pytest.raises(
-            WorkerError, match=r"worker 0 was killed by SIGKILL.* batch 2"
-        ) as failure:
+        assert connection.wait([workers._workers[0].sentinel], 10)
+        # Its two results are still to be read.
+        with pytest.raises(WorkerError, match=r"worker 0 was killed by SIGKILL.* batch 2") as end:
             workers.results()
-    assert (failure.value.batch, failure.value.worker) == (2, 0)
-    assert failure.value.results == {0: 0, 1: 1}
+    assert (end.value.batch, end.value.worker) == (2, 0)
+    assert end.value.results == {0: 0, 1: 1}
 
 
 def test_a_worker_killed_at_a_batch_ends_a_wait_for_a_slot(tmp_path, small_pool):
@@ -579,13 +583,14 @@ def test_closing_is_bounded_when_a_worker_hangs(tmp_path):
 
 
 def test_an_error_in_the_block_ends_busy_workers_at_once(tmp_path):
-    process = functools.partial(helpers.hang_at, bad=0, folder=tmp_path)
-    with pytest.raises(KeyError), OutputWorkers(process, 2) as workers:
-        workers.submit(0, _batch(0))
-        assert wait_until((tmp_path / "pid").exists)
-        pids = _pids(workers)
+    process = functools.partial(helpers.wait_for, path=tmp_path / "never")
+    with pytest.raises(KeyError), OutputWorkers(process, 3) as workers:
+        for index in range(3):
+            workers.submit(index, _batch(index))
+        pids, start = _pids(workers), time.monotonic()
         raise KeyError
     assert _gone(pids)
+    assert time.monotonic() - start < 3 * CLOSE_LIMIT_S  # it waited for none of them
 
 
 def _footprint():
