@@ -150,7 +150,7 @@ def jittered(batch, tensor):
 
 def slow(batch, tensor):
     """`fingerprint`, slower than the main loop: without a limit, batches would pile up."""
-    time.sleep(0.002)
+    time.sleep(0.006)
     return fingerprint(batch, tensor)
 
 
@@ -181,10 +181,13 @@ def hang_at(batch, tensor, bad, folder):
 
 
 def fork_and_hang_at(batch, tensor, bad, folder):
-    """`hang_at`, with a process beside it that has the same open files; it goes after 5 s."""
-    if batch == bad and os.fork() == 0:
-        time.sleep(5)
-        os._exit(0)
+    """`hang_at`, with a process beside it that has the same open files; its id is in `beside`."""
+    if batch == bad:
+        beside = os.fork()
+        if beside == 0:
+            time.sleep(60)
+            os._exit(0)
+        Path(folder, "beside").write_text(str(beside))
     return hang_at(batch, tensor, bad, folder)
 
 

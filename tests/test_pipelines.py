@@ -22,6 +22,7 @@ from helpers import (
     fingerprint,
     images,
     make_device,
+    profile,
 )
 
 from labkit import BufferPool, Job, LabError, OutputWorkers, StreamPipeline, archive, digest
@@ -369,6 +370,22 @@ def test_submitting_to_a_stream_pipeline_returns_before_the_copy_is_done():
     ):
         pipeline = StreamPipeline(device, workers, pool)
         pipeline.submit(0, job.forward(next(job.batches())))
+        assert not pipeline.in_flight[0][1].event.query()
+        assert pipeline.results() == expected_results(job)
+
+
+def test_a_copy_runs_beside_the_next_kernel():
+    device = make_device("emulated", profile("very slow copies", copy_bytes_per_s=1e5))
+    job = make_job(device, batch=8, samples=8)
+    with (
+        BufferPool(device, job.output_shape, job.output_dtype, 2, page_locked=True) as pool,
+        OutputWorkers(fingerprint, 1, pool, threads=True) as workers,
+    ):
+        batch = next(job.batches())
+        pipeline = StreamPipeline(device, workers, pool)
+        pipeline.submit(0, job.forward(batch))
+        job.forward(batch)
+        device.current_stream().synchronize()
         assert not pipeline.in_flight[0][1].event.query()
         assert pipeline.results() == expected_results(job)
 

@@ -447,9 +447,8 @@ def test_a_process_function_that_exits_is_an_error(threads):
         assert failure.value.results == {0: 0}
 
 
-@pytest.mark.parametrize("hang", [helpers.hang_at, helpers.fork_and_hang_at])
-def test_a_worker_killed_at_a_batch_is_an_error(tmp_path, hang):
-    process = functools.partial(hang, bad=2, folder=tmp_path)
+def test_a_worker_killed_at_a_batch_is_an_error(tmp_path):
+    process = functools.partial(helpers.hang_at, bad=2, folder=tmp_path)
     with OutputWorkers(process, 1) as workers:
         for index in range(4):
             workers.submit(index, _batch(index))
@@ -461,6 +460,21 @@ def test_a_worker_killed_at_a_batch_is_an_error(tmp_path, hang):
             workers.results()
     assert (end.value.batch, end.value.worker) == (2, 0)
     assert end.value.results == {0: 0, 1: 1}
+
+
+def test_a_killed_worker_is_an_error_though_its_pipe_stays_open(tmp_path):
+    process = functools.partial(helpers.fork_and_hang_at, bad=0, folder=tmp_path)
+    with OutputWorkers(process, 1) as workers:
+        workers.submit(0, _batch(0))
+        assert wait_until((tmp_path / "pid").exists)
+        beside = int((tmp_path / "beside").read_text())
+        try:
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+            with pytest.raises(WorkerError, match="worker 0 was killed by SIGKILL.* batch 0"):
+                workers.results()
+            assert psutil.Process(beside).status() == psutil.STATUS_SLEEPING
+        finally:
+            os.kill(beside, signal.SIGKILL)
 
 
 def test_a_worker_killed_at_a_batch_ends_a_wait_for_a_slot(tmp_path, small_pool):

@@ -405,7 +405,7 @@ def test_first_keeps_every_shape():
 
 
 def test_no_input_no_batch_no_sample():
-    for counts in ((0, 1), (3, 0), (3, -1), (3, 1.5), (3, True), (3, 1, 0)):
+    for counts in ((0, 1), (0, 1, 5), (3, 0), (3, -1), (3, 1.5), (3, True), (3, 1, 0)):
         with pytest.raises(LabError) as error:
             make_job(*counts)
         one_line(error)
