@@ -121,7 +121,9 @@ def run_notebook(path: Path, out: Path, parameters: dict) -> Path:
         dict.fromkeys([ours, *filter(None, os.environ.get("JUPYTER_PATH", "").split(os.pathsep))])
     )
     try:
-        with tempfile.TemporaryDirectory(prefix="labkit-") as sockets:
+        # A socket's path has 107 characters at most.
+        short = "/tmp" if len(tempfile.gettempdir()) > 60 else None
+        with tempfile.TemporaryDirectory(prefix="labkit-", dir=short) as sockets:
             papermill.execute_notebook(
                 # Papermill takes braces in a path for names of parameters.
                 *(str(file).replace("{", "{{").replace("}", "}}") for file in (path, running)),

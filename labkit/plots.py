@@ -65,6 +65,8 @@ def describe_ladder(record: dict) -> str:
     for row in record["strategies"]:
         times = speedup(record, row)
         gain = "" if times is None else f" ({times:.1f} times sequential)"
+        if not is_right(record, row):
+            gain = " with wrong bytes"
         parts.append(f"{row['name']} {row['samples_per_s']:,.0f} samples/s{gain}")
     ceiling = record["ceiling"]
     return (

@@ -174,7 +174,10 @@ def _median_seconds(action: Callable[[], None], repeats: int = 5) -> float:
 
 
 def pick_strategies(names: str | None) -> list[Callable]:
-    """The strategies in a comma-separated list, all five for None. LabError for unknown ones."""
+    """The strategies in a comma-separated list, in the labs' order; all five for None.
+
+    Raises LabError for an unknown name.
+    """
     if names is None:
         return list(STRATEGIES.values())
     chosen = [name.strip() for name in names.split(",") if name.strip()]
@@ -183,4 +186,4 @@ def pick_strategies(names: str | None) -> list[Callable]:
             raise LabError(f"unknown strategy {name!r}: choose from {', '.join(STRATEGIES)}")
     if not chosen:
         raise LabError(f"no strategy given: choose from {', '.join(STRATEGIES)}")
-    return [STRATEGIES[name] for name in dict.fromkeys(chosen)]
+    return [strategy for name, strategy in STRATEGIES.items() if name in chosen]

@@ -25,9 +25,10 @@ SLOT_BYTES = 3 * 21 * 64 * 64 * 4
 POOL_BYTES = 3 * SLOT_BYTES
 
 
-def labkit(*args, cwd: Path, before=()) -> subprocess.CompletedProcess:
+def labkit(*args, cwd: Path, before=(), **variables) -> subprocess.CompletedProcess:
     """Run the installed `labkit` in the folder `cwd`."""
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
+    environment |= variables
     command = [*before, LABKIT, *args]
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=LIMIT_S
@@ -65,6 +66,14 @@ def assert_refused(result, *words) -> str:
 # Refused before torch is loaded: each in a process of its own.
 
 
+@pytest.fixture(scope="module")
+def no_torch(tmp_path_factory):
+    """The value of PYTHONPATH with which importing torch fails."""
+    folder = tmp_path_factory.mktemp("no_torch")
+    (folder / "torch.py").write_text("raise ImportError('torch was loaded')")
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @pytest.mark.parametrize(
     "command, words",
     [
@@ -87,8 +96,9 @@ def assert_refused(result, *words) -> str:
         ("run 01 -p nope=1", ["01_profile_the_baseline", "nope", "batches"]),
     ],
 )
-def test_refused_at_once(tmp_path, command, words):
-    assert_refused(labkit(*command.split(), cwd=tmp_path), *words)
+def test_refused_at_once(tmp_path, no_torch, command, words):
+    result = labkit(*command.split(), cwd=tmp_path, PYTHONPATH=no_torch)
+    assert_refused(result, *words)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -174,26 +184,27 @@ def test_a_folder_that_cannot_be_written_is_refused_before_running(here, tmp_pat
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def small_shared_memory(size: str) -> list[str]:
-    """The beginning of a command that sees a /dev/shm of that size; empty where forbidden."""
-    mount = f"mount -t tmpfs -o size={size} tmpfs /dev/shm"
+def test_shared_memory_too_small(tmp_path):
+    mount = "mount -t tmpfs -o size=512k tmpfs /dev/shm"
     before = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh"]
-    may = shutil.which("unshare") and subprocess.run([*before, "true"]).returncode == 0
-    return before if may else []
+    if not shutil.which("unshare") or subprocess.run([*before, "true"]).returncode:
+        pytest.skip("nothing can be mounted here")
+    result = labkit("bench", *SMOKE, "--json", "record.json", cwd=tmp_path, before=before)
+    assert_refused(result, f"{POOL_BYTES:,}", f"{2**19:,}", "slots", "shm")
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_shared_memory_too_small(here, tmp_path, monkeypatch):
-    # One slot fits, the pool does not: nothing may be timed first and lost then.
-    free = 2 * 2**20
-    command = ["bench", *SMOKE, "--json", "record.json"]
-    if before := small_shared_memory("2m"):
-        result = labkit(*command, cwd=tmp_path, before=before)
-    else:
-        usage = type("Usage", (), {"free": free})
-        monkeypatch.setattr("labkit.buffers.shutil.disk_usage", lambda folder: usage)
-        result = here(*command)
-    line = assert_refused(result, f"{POOL_BYTES:,}", f"{free:,}", "slots")
-    assert "shm" in line
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no limit here")
+def test_shared_memory_too_small_is_refused_before_measuring(here, tmp_path, monkeypatch):
+    # One slot fits and the pool does not: what was measured first would be lost.
+    def measure_ceiling(*args):
+        raise AssertionError("measured first")
+
+    usage = type("Usage", (), {"free": POOL_BYTES - 1})
+    monkeypatch.setattr("labkit.timing.measure_ceiling", measure_ceiling)
+    monkeypatch.setattr("labkit.buffers.shutil.disk_usage", lambda folder: usage)
+    result = here("bench", *SMOKE, "--json", "record.json")
+    assert_refused(result, f"{POOL_BYTES:,}", f"{POOL_BYTES - 1:,} free", "slots")
     assert list(tmp_path.iterdir()) == []
 
 
