@@ -137,10 +137,11 @@ labkit.show_figure(labkit.plot_ladder(record), f"{results_dir}/figures/03_buffer
 # %%
 row, ceiling = record["strategies"][-1], record["ceiling"]
 batch_s = job.batch / row["samples_per_s"]
-rest_s = batch_s - ceiling["forward_s"]
+end_s = ceiling["process_s"] / job.count  # the last batch's processing overlaps with nothing
+rest_s = batch_s - ceiling["forward_s"] - end_s
 print(f"the pool: {row['slots']} slots, {row['slots'] * job.output_bytes / 1e6:,.0f} MB in all")
 print(f"{gpu.name}:")
-print(f"a batch takes {batch_s * 1e3:.1f} ms; without the forward, {rest_s * 1e3:.1f} ms")
+print(f"a batch takes {batch_s * 1e3:.1f} ms; the copy is about {rest_s * 1e3:.1f} ms of it")
 print(f"that is {job.output_bytes / rest_s / 1e9:.1f} GB/s, when the machine can do "
       f"{ceiling['pinned_gbps']:.1f} GB/s")
 

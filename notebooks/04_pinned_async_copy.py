@@ -167,7 +167,9 @@ labkit.show_figure(labkit.plot_ladder(record), f"{results_dir}/figures/04_pinned
 row, ceiling = record["strategies"][-1], record["ceiling"]
 batch_ms = job.batch / row["samples_per_s"] * 1e3
 print(f"{gpu.name}:")
-print(f"a batch takes {batch_ms:.1f} ms")
+end_ms = ceiling["process_s"] / job.count * 1e3
+print(f"a batch takes {batch_ms:.1f} ms, of which {end_ms:.1f} ms are its share of the run's end,")
+print("when the last batch is processed and nothing else is left to do")
 print(f"forward {ceiling['forward_s'] * 1e3:.1f} ms + copy {ceiling['slot_copy_s'] * 1e3:.1f} ms "
       f"= {(ceiling['forward_s'] + ceiling['slot_copy_s']) * 1e3:.1f} ms")
 
