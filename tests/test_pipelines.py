@@ -138,13 +138,6 @@ def test_parts_serve_one_run_after_the_other(job, name):
     assert run(thrice, job) == [expected_results(job)] * 3
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_strategy_leaves_no_work_on_the_device(name):
-    device = make_device("emulated", SLOW_COPY)
-    run(STRATEGIES[name], make_job(device, samples=20))
-    assert device.current_stream().query()
-
-
 @pytest.mark.parametrize("name", CONCURRENT)
 def test_results_come_in_batch_order_from_uneven_workers(job, name):
     job.process = helpers.jittered

@@ -140,9 +140,10 @@ def test_an_unknown_part_is_refused(job):
 def test_strategies_are_picked_by_name():
     everything = list(STRATEGIES.values())
     assert pick_strategies(None) == everything
+    # Each once, in the order of the labs.
     assert pick_strategies("pinned_async, sequential,pinned_async") == [
-        STRATEGIES["pinned_async"],
         STRATEGIES["sequential"],
+        STRATEGIES["pinned_async"],
     ]
     for wrong, match in (("sequental", "'sequental'"), ("", "no strategy"), (" , ", "no strategy")):
         with pytest.raises(LabError, match=match):

@@ -221,7 +221,7 @@ class EmulatedStream:
         self._operations.put((stream.mark().wait, time.perf_counter()))
 
     def query(self) -> bool:
-        """Is everything queued so far done? Returns at once."""
+        """Is everything queued so far done? Asks the stream's thread, for a millisecond at most."""
         return self.mark().done.wait(timeout=1e-3)
 
     def synchronize(self) -> None:
