@@ -82,9 +82,10 @@ print(f"two streams: {both(gpu.Stream()):7.1f} ms")
 # would tell of:
 #
 # * `copy_stream.wait_stream(...)`: the copy starts when the forward is done, not before.
-# * `scores.record_stream(copy_stream)`: when the loop drops `scores`, PyTorch would give that
-#   memory to the next forward, since its own stream is done with it. The copy stream may not
-#   be. This call tells the allocator so.
+# * `scores.record_stream(copy_stream)`: when the loop drops `scores`, PyTorch's allocator may
+#   hand its memory to the next tensor of the stream that it was allocated on. Within that
+#   stream the order of work makes this safe. The copy stream may still be reading, and this
+#   call makes the allocator wait for it.
 # * `slot.event.synchronize()`, in `_hand_over`: no worker gets a slot before its bytes are here.
 #
 # `depth` is how many copies may be in flight before the loop waits for the oldest.
