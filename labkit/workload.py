@@ -48,20 +48,24 @@ class Segmenter(torch.nn.Module):
 def segmentation_job(
     preset: Preset,
     device,
-    process=None,
+    process="archive",
     images: str | Path | None = None,
     weights: str = "random",
 ) -> Job:
     """The labs' job in the size of `preset`, on an open `device`.
 
-    `process` is `archive` unless given; `images` a folder of photographs, scikit-image's
-    samples unless given. Raises LabError for a bad folder, WeightsError for missing weights.
+    `process` is "archive", "class_map", or any importable function; `images` a folder of
+    photographs, scikit-image's samples unless given. Raises LabError for an unknown name and a
+    bad folder, WeightsError for missing weights.
     """
+    if isinstance(process, str):
+        known = {function.__name__: function for function in (archive, class_map)}
+        if process not in known:
+            raise LabError(f"unknown process {process!r}: choose {', '.join(known)}")
+        process = known[process]
     photographs = load_images(images, preset.image, preset.samples)
     model = build_model(preset.model, weights)
-    return Job(
-        model, photographs, process or archive, device, preset.batch, preset.samples, preset.model
-    )
+    return Job(model, photographs, process, device, preset.batch, preset.samples, preset.model)
 
 
 def build_model(name: str, weights: str = "random") -> Segmenter:

@@ -21,6 +21,7 @@ preset: str = "auto"  # auto, smoke, workshop or article
 batches: int = 20  # in one run
 images: str = ""  # a folder of photographs; empty for scikit-image's samples
 weights: str = "random"  # random or pretrained
+process: str = "archive"  # what becomes of the scores: archive or class_map
 results_dir: str = "build"  # where figures and records go
 
 # %% [markdown]
@@ -40,7 +41,7 @@ import labkit
 
 gpu = labkit.open_device(device)
 size = labkit.get_preset(preset, gpu.kind, batches=batches)
-job = labkit.segmentation_job(size, gpu, images=images, weights=weights)
+job = labkit.segmentation_job(size, gpu, process, images=images, weights=weights)
 print(f"device:  {gpu.name}")
 print(f"input:   {job.count} batches of up to {job.batch} images, {size.image} x {size.image}")
 print(f"output:  {job.output_shape} {job.output_dtype}, {job.output_bytes / 1e6:.1f} MB a batch")
@@ -49,8 +50,9 @@ print(f"output:  {job.output_shape} {job.output_dtype}, {job.output_bytes / 1e6:
 # ## The strategy: `sequential`
 #
 # Compute, copy, process: one after the other. `job.batches()` uploads one batch after another,
-# `job.process` consumes a batch of scores on the host. Here it is `labkit.archive`, which
-# copies all the bytes out and writes them to a sink, the null device, as one would to a file.
+# `job.process` consumes a batch of scores on the host. Unless you choose otherwise it is
+# `labkit.archive`, which copies all the bytes out and writes them to a sink, the null device,
+# as one would to a file.
 
 
 # %%

@@ -20,6 +20,7 @@ preset: str = "auto"  # auto, smoke, workshop or article
 batches: int = 20  # in one run
 images: str = ""  # a folder of photographs; empty for scikit-image's samples
 weights: str = "random"  # random or pretrained
+process: str = "archive"  # what becomes of the scores: archive or class_map
 results_dir: str = "build"  # where figures and records go
 
 # %%
@@ -28,7 +29,7 @@ from labkit.pipelines import multi_worker, sequential
 
 gpu = labkit.open_device(device)
 size = labkit.get_preset(preset, gpu.kind, batches=batches)
-job = labkit.segmentation_job(size, gpu, images=images, weights=weights)
+job = labkit.segmentation_job(size, gpu, process, images=images, weights=weights)
 print(f"{gpu.name}; {job.count} batches, {job.output_bytes / 1e6:.1f} MB of scores each")
 
 # %% [markdown]

@@ -472,3 +472,16 @@ def test_digest_sees_order_and_content():
 )  # fmt: skip
 def test_digest_does_not_see_the_way_back_from_a_worker(result):
     assert digest([result]) == digest([pickle.loads(pickle.dumps(result))])
+
+
+@pytest.mark.parametrize("process", [archive, class_map, "archive", "class_map"])
+def test_post_processing_is_chosen_by_name_or_function(process):
+    size = get_preset("smoke", "emulated", batches=1)
+    job = segmentation_job(size, open_device("emulated"), process)
+    assert job.process is {"archive": archive, "class_map": class_map}.get(process, process)
+
+
+def test_an_unknown_post_processing_is_refused():
+    size = get_preset("smoke", "emulated", batches=1)
+    with pytest.raises(LabError, match="unknown process 'draw': choose archive, class_map"):
+        segmentation_job(size, open_device("emulated"), "draw")
