@@ -12,12 +12,13 @@ test: .venv/installed
 	$(BIN)/ruff format --check labkit tests
 	$(BIN)/python -m pytest -q
 
-# After editing a notebook's source, or a record.
+# After editing a notebook's source.
 notebooks: .venv/installed
 	$(BIN)/python -m labkit.notebooks
 
+# After editing a record, a trace, or the code that draws them.
 figures: .venv/installed
-	$(BIN)/python -m labkit.plots
+	$(BIN)/python -m labkit.figures
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -1,6 +1,7 @@
 """Five labs on getting a model's output off the GPU: the package that the notebooks use.
 
-Read it in this order: job, pipelines, buffers, workers, device, timing.
+Read it in this order: job, pipelines, buffers, workers, device, timing; then ranges, recorder,
+timeline, metrics.
 """
 
 import importlib
@@ -19,12 +20,20 @@ _HOME = {
     "OutputWorkers": "workers",
     "StreamPipeline": "pipelines",
     "measure": "timing",
+    "annotate": "ranges",
+    "capture_timeline": "capture",
+    "load_timeline": "trace_files",
+    "shipped_timeline": "trace_files",
+    "summarize": "metrics",
+    "metrics_table": "metrics",
+    "plot_timelines": "plot_timeline",
+    "describe_timeline": "plot_timeline",
     "load_record": "results",
     "save_record": "results",
     "check_digests": "results",
     "ladder_table": "results",
     "plot_ladder": "plots",
-    "show_figure": "plots",
+    "show_figure": "figures",
 }
 __all__ = list(_HOME)
 

@@ -16,6 +16,7 @@ import torch
 
 from .errors import LabError
 from .presets import check_count
+from .ranges import annotate
 
 _SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps it; elsewhere there is no such limit
 
@@ -91,8 +92,10 @@ class BufferPool:
         Raises LabError when none is free and no worker holds one, since that wait has no end.
         """
         self._check_open()
-        while not self._free:
-            self.wait_for_release()
+        if not self._free:
+            with annotate("wait for slot"):
+                while not self._free:
+                    self.wait_for_release()
         slot = self._free.popleft()
         slot.event.synchronize()  # whoever released it may have left a copy running
         slot.held = True

@@ -1,4 +1,4 @@
-"""The command line: `labkit doctor | run | bench`. torch is imported only when it is needed."""
+"""The command line: `labkit doctor | run | bench | profile`. torch is imported when needed."""
 
 import sys
 from pathlib import Path
@@ -69,6 +69,52 @@ def bench(
     if json is not None:
         save_record(record, json)
     check_digests(record)
+
+
+@app.command()
+def profile(
+    strategy: Annotated[str, typer.Argument(help="one of the five strategies")],
+    device: Device = "auto",
+    preset: PresetName = "auto",
+    tool: Annotated[str, typer.Option(help="auto, nsys or torch")] = "auto",
+    batches: Annotated[int, typer.Option(help="batches in the captured run")] = 16,
+    workers: Annotated[int | None, typer.Option(help="worker processes")] = None,
+    slots: Annotated[int | None, typer.Option(help="host buffers in a pool")] = None,
+    depth: Annotated[int | None, typer.Option(help="copies in flight in stream_pipeline")] = None,
+    out: Annotated[Path, typer.Option(help="folder for figures and traces")] = Path(
+        "build/profiles"
+    ),
+) -> None:
+    """Record one strategy's timeline: print where the GPU waits, draw it, keep the trace."""
+    changes = {"batches": batches, "workers": workers, "slots": slots, "depth": depth}
+    get_preset(preset, "emulated", **changes)
+    from rich.console import Console
+
+    from .capture import profile_strategy
+    from .device import open_device
+    from .figures import save_figure
+    from .metrics import metrics_table, summarize
+    from .plot_timeline import plot_timelines
+    from .results import check_writable
+    from .timing import pick_strategies
+    from .trace_files import export_perfetto, save_timeline
+
+    name = pick_strategies(strategy)[0].__name__
+    check_writable(out / "trace.json")
+    size = get_preset(preset, open_device(device).kind, **changes)
+    console = Console()
+    timeline, used = profile_strategy(name, size, device, tool, Console(stderr=True).print)
+    window = timeline.steady()
+    found = summarize(timeline, window)
+    console.print(metrics_table(found))
+    for note in timeline.notes:
+        console.print(f"note: {note}")
+    console.print(f"Steady state, {window[0]:.3f} to {window[1]:.3f} s: {found.sentence}")
+    stem = out / f"{name}_{used}"
+    save_figure(plot_timelines(timeline), stem)
+    save_timeline(timeline, stem.with_suffix(".json"))
+    export_perfetto(timeline, stem.with_suffix(".perfetto.json"))
+    console.print(f"wrote {stem}.png, .svg, .json and .perfetto.json (for ui.perfetto.dev)")
 
 
 @app.command()

@@ -50,6 +50,23 @@ def default_workers() -> int:
     return max(1, usable_cores() - 2)
 
 
+def device_entry(device) -> dict:
+    """The `device` part of a record or a timeline, for an open device."""
+    profile = device.profile
+    return {
+        "kind": device.kind,
+        "name": device.name,
+        "profile": profile.name if profile else None,
+    }
+
+
+def describe_device(entry: dict) -> str:
+    """A `device` part in words, which never pass an emulated device off as a GPU."""
+    if entry["kind"] == "cuda":
+        return entry["name"]
+    return f"{entry['kind'].upper()} device, profile {entry['profile']}: not a GPU"
+
+
 def describe_host() -> dict:
     """The `host` part of a record: nothing that names a person or a machine."""
     import torch

@@ -1,5 +1,6 @@
 """Job: a model, its input batches, and what to do with each output. Nothing here is a strategy."""
 
+import functools
 import hashlib
 import io
 import pickle
@@ -10,6 +11,7 @@ import torch
 
 from .errors import LabError
 from .presets import check_count
+from .ranges import annotate
 
 
 class Job:
@@ -50,6 +52,7 @@ class Job:
         self.inputs = inputs[torch.arange(rows) % self._distinct]
         device.page_lock(self.inputs)
         self._unlock = weakref.finalize(self, device.page_unlock, self.inputs)
+        self.upload_stream = device.Stream()
         self._model = device.load(self.model_module, self.inputs)
         first = next(self.batches())
         scores = self.forward(first)
@@ -62,11 +65,12 @@ class Job:
         """The number of batches in a run."""
         return -(-self.samples // self.batch)
 
-    def batches(self, limit: int | None = None) -> Iterator[torch.Tensor]:
-        """Each input batch in turn, uploaded on the current stream when it is asked for.
+    def batches(self, limit: int | None = None, stream=None) -> Iterator[torch.Tensor]:
+        """Each input batch in turn, uploaded when it is asked for. Returns before it is there.
 
-        With `limit`, only the first batches up to that number; the last one of the whole run
-        is among them, since it may be the only one of its shape.
+        It is uploaded on the current stream, or on `stream`, beside what the current one does,
+        which then waits for it. With `limit`, only the first batches up to that number; the last
+        one of the whole run is among them, since it may be the only one of its shape.
         """
         indices = range(self.count)
         if limit is not None and limit < self.count:
@@ -74,7 +78,14 @@ class Job:
         for index in indices:
             first = index * self._step % self._distinct
             size = min(self.batch, self.samples - index * self.batch)
-            yield self.device.upload(self.inputs[first : first + size])
+            images = self.inputs[first : first + size]
+            current = self.device.current_stream()
+            with self.device.stream(stream or current), annotate("upload", index, images.nbytes):
+                batch = self.device.upload(images)
+            if stream is not None:
+                current.wait_stream(stream)  # no forward before its images are here
+                batch.record_stream(current)  # keep their memory until the forward has read it
+            yield batch
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Queue the model on `images` on the current stream. Returns before the result is there."""
@@ -85,7 +96,7 @@ class Job:
         """The same job cut to `limit` batches, for warming up: every shape is still there."""
         short = object.__new__(Job)
         short.__dict__.update(self.__dict__)
-        short.batches = lambda: self.batches(limit)
+        short.batches = functools.partial(self.batches, limit)
         return short
 
     def close(self) -> None:

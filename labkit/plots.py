@@ -1,14 +1,8 @@
-"""Figures, each drawn from a record and nothing else."""
+"""The ladder, drawn from a record and nothing else."""
 
-import hashlib
-import json
-from pathlib import Path
-
-import matplotlib
 from matplotlib.figure import Figure
 
-from .errors import LabError
-from .results import is_right, load_record, speedup, title
+from .results import is_right, speedup, title
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart:
 # https://jfly.uni-koeln.de/color/
@@ -73,43 +67,3 @@ def describe_ladder(record: dict) -> str:
         f"Bar chart. {title(record)}. {'; '.join(parts)}. "
         f"Ceiling {ceiling['samples_per_s']:,.0f} samples/s, set by {ceiling['limited_by']}."
     )
-
-
-def save_figure(figure: Figure, stem: str | Path, source: str = "") -> Path:
-    """Write `stem`.svg and `stem`.png and return the PNG's path.
-
-    `source` goes into the SVG, so that a test can tell when its record has changed.
-    """
-    stem = Path(stem)
-    try:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        with matplotlib.rc_context({"svg.hashsalt": "labkit", "svg.fonttype": "none"}):
-            figure.savefig(f"{stem}.svg", metadata={"Date": None, "Source": source})
-        figure.savefig(f"{stem}.png", dpi=150)
-    except OSError as error:
-        raise LabError(f"cannot write the figure {str(stem)!r}: {error.strerror}") from None
-    return Path(f"{stem}.png")
-
-
-def show_figure(figure: Figure, stem: str | Path):
-    """Save `figure` as `save_figure` does; in a notebook, show it with its text alternative."""
-    from IPython.display import Image
-
-    path = save_figure(figure, stem)
-    return Image(filename=path, alt=figure.get_label())
-
-
-def fingerprint(record: dict) -> str:
-    """Which record a committed figure was drawn from."""
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def main(records: str = "figures/records", figures: str = "figures") -> None:
-    """Draw the ladder of every record in a folder: `python -m labkit.plots`."""
-    for path in sorted(Path(records).glob("*.json")):
-        record = load_record(path)
-        save_figure(plot_ladder(record), Path(figures, path.stem), fingerprint(record))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from .errors import LabError
-from .hardware import describe_host
+from .hardware import describe_device, describe_host, device_entry
 
 _NUMBER = {"type": "number", "exclusiveMinimum": 0, "maximum": 1e15}
 _COUNT = {"type": "integer", "minimum": 0, "maximum": 10**9}
@@ -78,15 +78,10 @@ def make_record(job, preset, ceiling: dict, strategies: list[dict]) -> dict:
     process = job.process
     while isinstance(process, functools.partial):
         process = process.func
-    profile = job.device.profile
     return {
         "schema": 1,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": {
-            "kind": job.device.kind,
-            "name": job.device.name,
-            "profile": profile.name if profile else None,
-        },
+        "device": device_entry(job.device),
         "host": describe_host(),
         "job": {
             "model": job.name,
@@ -185,10 +180,7 @@ def speedup(record: dict, row: dict) -> float | None:
 
 def title(record: dict) -> str:
     """One line that says what was measured on what, and whether it was emulated."""
-    job, device = record["job"], record["device"]
-    where = device["name"]
-    if device["kind"] != "cuda":
-        where = f"{device['kind'].upper()} device, profile {device['profile']}: not a GPU"
+    job, where = record["job"], describe_device(record["device"])
     return (
         f"{job['model']}, {job['batches']} batches of {job['batch']} x {job['image']}², "
         f"{job['process']} - {where}"

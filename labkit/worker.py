@@ -19,6 +19,7 @@ from multiprocessing import connection
 import torch
 
 from .buffers import view_slot
+from .ranges import Listener, annotate, listen
 
 # `fork` after CUDA breaks, so never that. A fork server that has imported torch starts each
 # worker in some 20 ms, where `spawn` imports torch anew in each.
@@ -155,27 +156,32 @@ def _worker_main(pipe: connection.Connection, process, memory: torch.Tensor | No
 
 def _receive_tensor(pipe: connection.Connection, task):
     batch, _, (size, dtype, shape) = task
-    flat = torch.empty(size, dtype=torch.uint8)
-    data = memoryview(flat.numpy())
-    for first in range(0, size, _PIECE_BYTES):
-        pipe.recv_bytes_into(data[first : first + _PIECE_BYTES])
+    with annotate("receive", batch, size):
+        flat = torch.empty(size, dtype=torch.uint8)
+        data = memoryview(flat.numpy())
+        for first in range(0, size, _PIECE_BYTES):
+            pipe.recv_bytes_into(data[first : first + _PIECE_BYTES])
     return batch, None, flat.view(dtype).view(shape)
 
 
 def _serve(receive, reply, process, memory: torch.Tensor | None) -> None:
     """Process tasks until there are no more; every task gets exactly one reply."""
-    reply(pickle.dumps((None, "ready", None, 0.0)))
-    while (task := receive()) is not None:
+    reply(pickle.dumps((None, "ready", None, [])))
+    while True:
+        ranges = Listener()
+        with listen(ranges):
+            task = receive()
+        if task is None:
+            return
         batch, slot, content = task
-        start = time.perf_counter()
         try:
             tensor = content if slot is None else view_slot(memory[slot], content)
-            result = process(batch, tensor)
-            seconds = time.perf_counter() - start
-            answer = pickle.dumps((batch, "done", pickle.dumps(result), seconds))
+            with listen(ranges), annotate("process", batch):
+                result = process(batch, tensor)
+            answer = pickle.dumps((batch, "done", pickle.dumps(result), ranges.ranges))
         except BaseException as error:  # sys.exit() too: every task gets its reply
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-            answer = pickle.dumps((batch, "failed", (first_line, traceback.format_exc()), 0.0))
+            answer = pickle.dumps((batch, "failed", (first_line, traceback.format_exc()), []))
         task = content = tensor = result = None  # hold no batch while waiting for the next
         reply(answer)
 

@@ -4,7 +4,7 @@ Each worker has a pipe of its own, so one that dies in the middle of a message h
 
     main loop --submit--> feeder thread --pipe--> worker: process(index, tensor)
         ^                                              |
-        +------- results(), or a wait for a slot <-----+  (index, outcome, seconds)
+        +------- results(), or a wait for a slot <-----+  (index, outcome, ranges)
 
 A task carries a batch index and what to read: for a pool's slot its index and shape, some
 100 bytes; for a bare tensor all its bytes, written by the feeder thread.
@@ -25,6 +25,7 @@ import torch
 from .buffers import BufferPool, Slot
 from .errors import LabError
 from .presets import check_count
+from .ranges import annotate, current_listener
 from .worker import CLOSE_LIMIT_S, ProcessWorker, ThreadWorker, Worker
 
 # For a worker that never gets ready, as one whose imports wait for a network.
@@ -106,8 +107,10 @@ class OutputWorkers:
                 raise LabError(
                     f"batch {batch} is no plain host tensor: submit tensor.detach().cpu()"
                 )
-            while len(self._under_way) >= self._limit:
-                self._collect()
+            if len(self._under_way) >= self._limit:
+                with annotate("wait for workers"):
+                    while len(self._under_way) >= self._limit:
+                        self._collect()
             task = (batch, None, item)
             self._under_way[batch] = None
         worker = min(self._workers, key=lambda worker: len(worker.batches))
@@ -120,8 +123,9 @@ class OutputWorkers:
         The workers can then be given a new run. Raises WorkerError when a worker has failed.
         """
         self._check()
-        while self._under_way:
-            self._collect()
+        with annotate("wait for workers"):
+            while self._under_way:
+                self._collect()
         results, self._results = self._results, {}
         return [results[batch] for batch in sorted(results)]
 
@@ -184,7 +188,7 @@ class OutputWorkers:
 
     def _take(self, worker: Worker) -> None:
         try:
-            batch, outcome, value, seconds = pickle.loads(worker.replies.recv_bytes())
+            batch, outcome, value, ranges = pickle.loads(worker.replies.recv_bytes())
         except (EOFError, OSError):
             self._fail_worker(worker)
         if outcome == "ready":
@@ -203,7 +207,10 @@ class OutputWorkers:
         if message:
             message = f"batch {batch} failed in worker {worker.number}: {message}"
             self._fail(message, batch, worker, trace)
-        self.seconds.append(seconds)
+        _, start, end, *_ = ranges[-1]  # that of `process` itself
+        self.seconds.append(end - start)
+        if (listener := current_listener()) is not None:
+            listener.worker_ranges.append((worker.number, ranges))
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_LIMIT_S

@@ -38,6 +38,7 @@ results_dir: str = "build"  # where figures and records go
 
 # %%
 import labkit
+from labkit import annotate
 
 gpu = labkit.open_device(device)
 size = labkit.get_preset(preset, gpu.kind, batches=batches)
@@ -52,7 +53,8 @@ print(f"output:  {job.output_shape} {job.output_dtype}, {job.output_bytes / 1e6:
 # Compute, copy, process: one after the other. `job.batches()` uploads one batch after another,
 # `job.process` consumes a batch of scores on the host. Unless you choose otherwise it is
 # `labkit.archive`, which copies all the bytes out and writes them to a sink, the null device,
-# as one would to a file.
+# as one would to a file. `annotate` gives each stage a name and does nothing else; what that is
+# good for comes below.
 
 
 # %%
@@ -60,9 +62,12 @@ def sequential(job):
     """Compute, copy, process: one after the other, and nothing at the same time."""
     results = []
     for index, images in enumerate(job.batches()):
-        scores = job.forward(images)  # queued on the device
-        host = scores.cpu()  # waits for the forward, then copies into fresh memory
-        results.append(job.process(index, host))
+        with annotate("forward", index):
+            scores = job.forward(images)  # queued on the device
+        with annotate("copy", index, scores.nbytes):
+            host = scores.cpu()  # waits for the forward, then copies into fresh memory
+        with annotate("process", index):
+            results.append(job.process(index, host))
     return results
 
 
@@ -143,42 +148,72 @@ share = record["strategies"][0]["gpu_busy"]
 print(f"{gpu.name}: computing {share:.0%} of the time. The other four labs are about the rest.")
 
 # %% [markdown]
-# ## Seeing it: NVTX and Nsight Systems
+# ## Seeing it: a timeline
 #
-# Timers answer the questions that you thought of. A profiler's timeline shows the others too:
-# what every stream, every copy and every process did, on one time axis. Nsight Systems records
-# what the GPU did by itself; what your *program* was doing it learns from NVTX ranges, which
-# you put around your stages. They cost next to nothing while no profiler listens, and work on
-# machines without a GPU.
+# Timers answer the questions that you thought of. A timeline shows the others too: what the
+# loop, the device and every process did, on one time axis. This one is taken live while the
+# loop runs. The host's bars are the names that `annotate` gave; the device's come from events
+# in its stream, which is what the next labs are about, or from the emulated device's own record.
 
 # %%
-import nvtx
-
-
-def annotated_sequential(job, limit):
-    for index, image_batch in enumerate(job.batches(limit)):
-        with nvtx.annotate("forward"):
-            scores = job.forward(image_batch)
-        with nvtx.annotate("copy"):
-            host = scores.cpu()
-        with nvtx.annotate("process"):
-            job.process(index, host)
-
-
-annotated_sequential(job, limit=4)
+timeline = labkit.capture_timeline(job, sequential, size)
+labkit.show_figure(
+    labkit.plot_timelines(timeline, batches=2), f"{results_dir}/figures/01_timeline"
+)
 
 # %% [markdown]
-# On a machine with a GPU and Nsight Systems, record this very notebook from a shell:
+# Look at the bar `copy` in the host's lane: it begins while the device still computes. That is
+# the wrong blame from above, to be seen. And look at the tinted stretches of the lane
+# `compute`, where the device computes nothing. What is the loop doing meanwhile?
+
+# %%
+labkit.metrics_table(labkit.summarize(timeline, timeline.steady()))
+
+# %%
+print(labkit.describe_timeline(timeline))
+
+# %% [markdown]
+# Here is the same loop on a GPU: an NVIDIA H200, recorded with Nsight Systems. The trace comes
+# with this course, and the figure is drawn from it here and now.
+
+# %%
+on_h200 = labkit.shipped_timeline("sequential")
+labkit.show_figure(
+    labkit.plot_timelines(on_h200, batches=2), f"{results_dir}/figures/01_timeline_h200"
+)
+
+# %%
+print(labkit.describe_timeline(on_h200))
+
+# %% [markdown]
+# ## Nsight Systems and NVTX
+#
+# Nsight Systems records by itself what the GPU did: every kernel, every copy, its bytes, and
+# whether the host's side of it was page-locked. What your *program* was doing it learns from
+# NVTX ranges. `annotate` opens one for each name, with the batch's number as its payload. In a
+# program without `labkit` you would write `with nvtx.annotate("forward"):` yourself. Ranges cost
+# next to nothing while no profiler listens, and work on machines without a GPU.
+#
+# From a shell,
+#
+# ```
+# labkit profile sequential
+# ```
+#
+# takes such a timeline: with Nsight Systems where it is installed, otherwise with
+# `torch.profiler`, and without a GPU from the emulated device. It prints the table above, draws
+# the figure, and writes a trace that you can open and zoom at https://ui.perfetto.dev.
+#
+# To use the Nsight Systems window itself, record this very notebook:
 #
 # ```
 # nsys profile --trace=cuda,nvtx --sample=none --output=baseline labkit run 01 -p batches=4
 # ```
 #
-# Open `baseline.nsys-rep` in the Nsight Systems window and look at the NVTX row above the CUDA
-# rows. The range `forward` is short: it is the time for *queuing* the kernels. The kernels
-# themselves run under the range `copy`, where the host waits for them. Then comes the memory
-# copy, and then a long stretch in which the GPU rows are empty: fresh memory being handed out
-# by the kernel of the operating system, and `process`.
+# Open `baseline.nsys-rep` and look at the NVTX row above the CUDA rows. The range `forward` is
+# short: it is the time for *queuing* the kernels. The kernels themselves run under the range
+# `copy`, where the host waits for them. Then comes the memory copy, and then a long stretch in
+# which the GPU rows are empty: the loop is in `process`.
 #
 # ## Key points
 #

@@ -24,6 +24,7 @@ results_dir: str = "build"  # where figures and records go
 
 # %%
 import labkit
+from labkit import annotate
 from labkit.pipelines import sequential
 
 gpu = labkit.open_device(device)
@@ -43,8 +44,10 @@ print(f"{gpu.name}; {job.count} batches, {job.output_bytes / 1e6:.1f} MB of scor
 def multi_worker(job, workers):
     """Hand each batch to a worker process, so that the loop does not wait for `process`."""
     for index, images in enumerate(job.batches()):
-        scores = job.forward(images)
-        host = scores.cpu()
+        with annotate("forward", index):
+            scores = job.forward(images)
+        with annotate("copy", index, scores.nbytes):
+            host = scores.cpu()
         workers.submit(index, host)  # every byte of it goes through a pipe
     return workers.results()
 
@@ -90,7 +93,38 @@ labkit.show_figure(
 # The digests are the first thing to look at. A fast pipeline with wrong bytes is worth nothing,
 # and from here on every lab has a new way to get them wrong. `check_digests` holds the results
 # of each strategy against `sequential`'s, and no gain is ever shown for a run that differs.
+
+# %% [markdown]
+# ## The timeline
 #
+# The strategy before and this one, one under the other in the same time scale. `process` has
+# left the host's lane and is now in the workers', with `receive` before it: the worker taking
+# the batch's bytes out of its pipe.
+
+# %%
+before = labkit.capture_timeline(job, sequential, size)
+after = labkit.capture_timeline(job, multi_worker, size)
+labkit.show_figure(
+    labkit.plot_timelines(before, after, batches=2), f"{results_dir}/figures/02_timeline"
+)
+
+# %%
+print(labkit.describe_timeline(after))
+
+# %% [markdown]
+# The same two on an NVIDIA H200, from traces of Nsight Systems that come with this course:
+
+# %%
+h200_before, h200_after = map(labkit.shipped_timeline, ["sequential", "multi_worker"])
+labkit.show_figure(
+    labkit.plot_timelines(h200_before, h200_after, batches=1),
+    f"{results_dir}/figures/02_timeline_h200",
+)
+
+# %%
+print(labkit.describe_timeline(h200_after))
+
+# %% [markdown]
 # ## What is left in the loop
 #
 # The loop now waits for the forward and for `.cpu()`. How long should these two take?

@@ -25,6 +25,7 @@ results_dir: str = "build"  # where figures and records go
 
 # %%
 import labkit
+from labkit import annotate
 from labkit.pipelines import multi_worker, sequential
 
 gpu = labkit.open_device(device)
@@ -95,9 +96,11 @@ print(f"\ntouched memory is {rates['touched'] / rates['fresh']:.1f} times as fas
 def buffer_pool(job, workers, pool):
     """Copy into memory that the workers share: they get a slot's number, not its bytes."""
     for index, images in enumerate(job.batches()):
-        scores = job.forward(images)
+        with annotate("forward", index):
+            scores = job.forward(images)
         slot = pool.acquire()  # waits until a worker has given one back
-        slot.copy_(scores)  # waits for the forward, then for the copy
+        with annotate("copy", index, scores.nbytes):
+            slot.copy_(scores)  # waits for the forward, then for the copy
         workers.submit(index, slot)
     return workers.results()
 
@@ -131,6 +134,35 @@ labkit.ladder_table(record)
 
 # %%
 labkit.show_figure(labkit.plot_ladder(record), f"{results_dir}/figures/03_buffer_pool")
+
+# %% [markdown]
+# ## The timeline
+#
+# Two things are gone: `receive`, since a number of a slot is all that a worker gets, and most of
+# `copy`, which no longer waits for fresh memory.
+
+# %%
+before = labkit.capture_timeline(job, multi_worker, size)
+after = labkit.capture_timeline(job, buffer_pool, size)
+labkit.show_figure(
+    labkit.plot_timelines(before, after, batches=2), f"{results_dir}/figures/03_timeline"
+)
+
+# %%
+print(labkit.describe_timeline(after))
+
+# %% [markdown]
+# The same two on an NVIDIA H200, from traces of Nsight Systems that come with this course:
+
+# %%
+h200_before, h200_after = map(labkit.shipped_timeline, ["multi_worker", "buffer_pool"])
+labkit.show_figure(
+    labkit.plot_timelines(h200_before, h200_after, batches=1),
+    f"{results_dir}/figures/03_timeline_h200",
+)
+
+# %%
+print(labkit.describe_timeline(h200_after))
 
 # %% [markdown]
 # How much memory does this take, and what is left to gain?

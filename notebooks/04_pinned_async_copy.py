@@ -26,6 +26,7 @@ results_dir: str = "build"  # where figures and records go
 
 # %%
 import labkit
+from labkit import annotate
 from labkit.pipelines import buffer_pool, multi_worker, sequential
 
 gpu = labkit.open_device(device)
@@ -127,19 +128,26 @@ else:
 
 
 # %%
+def hand_over(workers, index, slot):
+    """Give a slot to the workers once the bytes of its copy are here."""
+    with annotate("wait for copy", index):
+        slot.event.synchronize()
+    workers.submit(index, slot)
+
+
 def pinned_async(job, workers, pinned_pool):
     """Page-locked slots: queue the next batch first, and only then wait for the copy before it."""
     previous = None
     for index, images in enumerate(job.batches()):
-        scores = job.forward(images)
+        with annotate("forward", index):
+            scores = job.forward(images)
         if previous is not None:
-            previous[1].event.synchronize()  # the bytes of the batch before are here
-            workers.submit(*previous)
+            hand_over(workers, *previous)
         slot = pinned_pool.acquire()
-        slot.copy_(scores, non_blocking=True)  # returns before the bytes arrive
+        with annotate("copy", index, scores.nbytes):
+            slot.copy_(scores, non_blocking=True)  # returns before the bytes arrive
         previous = (index, slot)
-    previous[1].event.synchronize()
-    workers.submit(*previous)
+    hand_over(workers, *previous)
     return workers.results()
 
 
@@ -157,6 +165,36 @@ labkit.ladder_table(record)
 
 # %%
 labkit.show_figure(labkit.plot_ladder(record), f"{results_dir}/figures/04_pinned_async_copy")
+
+# %% [markdown]
+# ## The timeline
+#
+# The host's lane looks different now. It queues a forward and a copy, both short, and then waits
+# (white) for the copy of the batch before. Look at the lanes `compute` and `copy`: they take
+# turns.
+
+# %%
+before = labkit.capture_timeline(job, buffer_pool, size)
+after = labkit.capture_timeline(job, pinned_async, size)
+labkit.show_figure(
+    labkit.plot_timelines(before, after, batches=4), f"{results_dir}/figures/04_timeline"
+)
+
+# %%
+print(labkit.describe_timeline(after))
+
+# %% [markdown]
+# The same two on an NVIDIA H200, from traces of Nsight Systems that come with this course:
+
+# %%
+h200_before, h200_after = map(labkit.shipped_timeline, ["buffer_pool", "pinned_async"])
+labkit.show_figure(
+    labkit.plot_timelines(h200_before, h200_after, batches=4),
+    f"{results_dir}/figures/04_timeline_h200",
+)
+
+# %%
+print(labkit.describe_timeline(h200_after))
 
 # %% [markdown]
 # ## What is left

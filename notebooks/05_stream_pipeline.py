@@ -28,7 +28,8 @@ results_dir: str = "build"  # where figures and records go
 from collections import deque
 
 import labkit
-from labkit.pipelines import buffer_pool, multi_worker, pinned_async, sequential
+from labkit import annotate
+from labkit.pipelines import buffer_pool, hand_over, multi_worker, pinned_async, sequential
 from labkit.presets import check_depth
 
 gpu = labkit.open_device(device)
@@ -87,7 +88,13 @@ print(f"two streams: {both(gpu.Stream()):7.1f} ms")
 #   hand its memory to the next tensor of the stream that it was allocated on. Within that
 #   stream the order of work makes this safe. The copy stream may still be reading, and this
 #   call makes the allocator wait for it.
-# * `slot.event.synchronize()`, in `_hand_over`: no worker gets a slot before its bytes are here.
+# * `hand_over`, from lab 4, waits for `slot.event`: no worker gets a slot before its bytes are
+#   here.
+#
+# The images take the other way with a stream of their own as well: `job.batches(stream=...)`
+# uploads the next batch while the GPU computes. It needs the same two promises, with the streams
+# in each other's parts: the computing stream waits for the upload, and `record_stream` keeps
+# the images until the forward has read them.
 #
 # `depth` is how many copies may be in flight before the loop waits for the oldest.
 
@@ -105,10 +112,10 @@ class StreamPipeline:
     def submit(self, index, scores):
         """Queue the copy of `scores`, on the device, to the host. Returns before it is done."""
         if len(self.in_flight) == self.depth:
-            self._hand_over()
+            hand_over(self.workers, *self.in_flight.popleft())
         slot = self.pool.acquire()
         self.copy_stream.wait_stream(self.device.current_stream())  # not before the forward
-        with self.device.stream(self.copy_stream):
+        with self.device.stream(self.copy_stream), annotate("copy", index, scores.nbytes):
             slot.copy_(scores, non_blocking=True)
         scores.record_stream(self.copy_stream)  # keep its memory until the copy has read it
         self.in_flight.append((index, slot))
@@ -116,21 +123,18 @@ class StreamPipeline:
     def results(self):
         """Wait for everything; what `process` returned, in batch order."""
         while self.in_flight:
-            self._hand_over()
+            hand_over(self.workers, *self.in_flight.popleft())
         return self.workers.results()
-
-    def _hand_over(self):
-        index, slot = self.in_flight.popleft()
-        slot.event.synchronize()  # its bytes are here
-        self.workers.submit(index, slot)
 
 
 # %%
 def stream_pipeline(job, workers, pinned_pool, depth=2):
-    """The copies run on a stream of their own, beside the next batch's forward."""
+    """Copies run on streams of their own, both ways, beside another batch's forward."""
     pipeline = StreamPipeline(job.device, workers, pinned_pool, depth)
-    for index, images in enumerate(job.batches()):
-        pipeline.submit(index, job.forward(images))
+    for index, images in enumerate(job.batches(stream=job.upload_stream)):
+        with annotate("forward", index):
+            scores = job.forward(images)
+        pipeline.submit(index, scores)
     return pipeline.results()
 
 
@@ -146,6 +150,35 @@ labkit.ladder_table(record)
 
 # %%
 labkit.show_figure(labkit.plot_ladder(record), f"{results_dir}/figures/05_stream_pipeline")
+
+# %% [markdown]
+# ## The timeline
+#
+# The lanes `compute` and `copy` no longer take turns: each batch's copy runs beside the forward
+# of the next one.
+
+# %%
+before = labkit.capture_timeline(job, pinned_async, size)
+after = labkit.capture_timeline(job, stream_pipeline, size)
+labkit.show_figure(
+    labkit.plot_timelines(before, after, batches=4), f"{results_dir}/figures/05_timeline"
+)
+
+# %%
+print(labkit.describe_timeline(after))
+
+# %% [markdown]
+# The same two on an NVIDIA H200, from traces of Nsight Systems that come with this course:
+
+# %%
+h200_before, h200_after = map(labkit.shipped_timeline, ["pinned_async", "stream_pipeline"])
+labkit.show_figure(
+    labkit.plot_timelines(h200_before, h200_after, batches=4),
+    f"{results_dir}/figures/05_timeline_h200",
+)
+
+# %%
+print(labkit.describe_timeline(h200_after))
 
 # %% [markdown]
 # What still separates the last bar from the ceiling is mostly the two ends of a run: the first

@@ -23,6 +23,7 @@ from helpers import (
     images,
     make_device,
     profile,
+    stalled,
 )
 
 from labkit import BufferPool, Job, LabError, OutputWorkers, StreamPipeline, archive, digest
@@ -209,7 +210,9 @@ class Forgetful(StreamPipeline):
     def results(self):
         if "last" in self.forgets:
             self.in_flight.pop()
-        return super().results()
+        while self.in_flight:
+            self._hand_over()
+        return self.workers.results()
 
 
 def _run_forgetful(profile, *forgets, depth=2):
@@ -481,3 +484,70 @@ def test_memory_does_not_grow_with_the_number_of_batches(name):
     assert peaks["long"] < 1.05 * peaks["short"]
     if name == "stream_pipeline":
         assert peaks["deep"] < 1.05 * peaks["shallow"]
+
+
+# Images that come on a stream of their own: the same two promises the other way round.
+
+
+def _upload_ahead(job, forgets=()):
+    """`job.batches(stream=...)` again, in which a step can be left out."""
+    device, stream = job.device, job.upload_stream
+    for index in range(job.count):
+        with device.stream(stream):
+            batch = device.upload(job.inputs[8 * index : 8 * index + 8])
+        if "wait_stream" not in forgets:
+            device.current_stream().wait_stream(stream)
+        if "record_stream" not in forgets:
+            batch.record_stream(device.current_stream())
+        yield batch
+
+
+def _forward_all(job, batches):
+    """Queue all forwards without waiting for one; what they gave."""
+    return [scores.cpu() for scores in [job.forward(batch) for batch in batches]]
+
+
+@pytest.mark.parametrize("profile", [SLOW_COPY, SLOW_KERNEL], ids=["slow copies", "slow kernels"])
+@pytest.mark.parametrize("kind", DEVICES)
+def test_images_on_another_stream_arrive_in_time_and_stay(kind, profile):
+    device = make_device(kind, profile)
+    job = make_job(device, samples=48)
+    expected = _forward_all(job, job.batches())
+    with ExitStack() as stalls:
+        if kind == "cuda":
+            # A real GPU is never slow by itself: let uploads come late, or the forwards.
+            late = job.upload_stream if profile is SLOW_COPY else device.current_stream()
+            with device.stream(late):
+                stalls.enter_context(stalled(device))
+        scores = [job.forward(batch) for batch in job.batches(stream=job.upload_stream)]
+    for found, right in zip(scores, expected, strict=True):
+        assert torch.equal(found.cpu(), right)
+
+
+@pytest.mark.parametrize(
+    ("profile", "forgets", "right"),
+    [
+        (SLOW_COPY, (), True),
+        (SLOW_KERNEL, (), True),
+        (SLOW_COPY, ("wait_stream",), False),
+        (SLOW_KERNEL, ("record_stream",), False),
+    ],
+)
+def test_uploads_that_forget_a_promise_are_seen(profile, forgets, right):
+    job = make_job(make_device("emulated", profile), samples=48)
+    expected = _forward_all(job, job.batches())
+    found = _forward_all(job, _upload_ahead(job, forgets))
+    equal = [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
+    assert all(equal) == right
+
+
+def test_uploads_run_beside_the_forward():
+    """stream_pipeline's uploads wait for no kernel; the emulated device says when they ran."""
+    job = make_job(make_device("emulated", SLOW_KERNEL), samples=40)
+    job.device.operations = []
+    run(STRATEGIES["stream_pipeline"], job)
+    job.device.synchronize()
+    kernels = [op for op in job.device.operations if op.engine == "compute"]
+    uploads = [op for op in job.device.operations if op.engine == "upload"]
+    beside = [u for u in uploads if any(k.start < u.start and u.end < k.end for k in kernels)]
+    assert len(beside) >= len(uploads) - 2

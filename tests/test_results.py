@@ -1,8 +1,8 @@
 """Records and figures: what is written is whole, what is read is checked, what is shown is true."""
 
 import errno
+import inspect
 import io
-import itertools
 import json
 import os
 import re
@@ -16,7 +16,8 @@ from rich.console import Console
 from sample_record import RATES, row, sample_record
 
 from labkit import LabError, check_digests, ladder_table, load_record, plot_ladder, save_record
-from labkit.plots import describe_ladder, fingerprint, main, save_figure
+from labkit.figures import committed, main, save_figure
+from labkit.plots import describe_ladder
 from labkit.results import check_writable, speedup, title
 
 FIGURES = Path(__file__).parent.parent / "figures"
@@ -344,7 +345,8 @@ def test_a_figure_is_the_same_each_time(tmp_path):
     assert svg_of(sample_record(), tmp_path) == first
     # In another process, whose hashes and dates are others:
     code = (
-        "from sample_record import sample_record; from labkit.plots import *;"
+        "from sample_record import sample_record; from labkit import plot_ladder;"
+        "from labkit.figures import save_figure;"
         "save_figure(plot_ladder(sample_record()), 'other')"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "5", "PYTHONPATH": str(Path(__file__).parent)}
@@ -361,27 +363,29 @@ def test_a_figure_that_cannot_be_written(tmp_path):
 
 
 def stale_figures(figures: Path) -> list[str]:
-    """Records in `figures`/records whose figure is missing or was drawn from another record."""
+    """Figures whose record, trace or code has changed, and files that nothing draws."""
+    wanted = committed(figures)
     stale = []
-    for path in sorted((figures / "records").glob("*.json")):
-        svg, png = (figures / f"{path.stem}.{kind}" for kind in ("svg", "png"))
-        drawn = svg.exists() and png.exists()
-        if not drawn or fingerprint(load_record(path)) not in svg.read_text():
-            stale.append(path.stem)
-    return stale
+    for name, (_, mark) in wanted.items():
+        svg, png = (figures / f"{name}.{kind}" for kind in ("svg", "png"))
+        if not (svg.exists() and png.exists()) or mark not in svg.read_text():
+            stale.append(name)
+    files = [path for path in figures.iterdir() if path.is_file()]
+    return stale + [path.name for path in files if path.stem not in wanted]
 
 
-def test_committed_figures_are_those_of_their_records():
+def test_committed_figures_are_those_of_their_records_and_traces():
     assert stale_figures(FIGURES) == []
     for path in (FIGURES / "records").glob("*.json"):
         check_digests(load_record(path))
+    assert len(committed(FIGURES)) >= 2 + 2 * 5
 
 
 def test_a_changed_record_makes_its_figure_stale(tmp_path):
     for kind in ("emulated", "cuda"):
         save_record(sample_record(kind), tmp_path / "records" / f"{kind}.json")
     assert stale_figures(tmp_path) == ["cuda", "emulated"]
-    main(tmp_path / "records", tmp_path)
+    main(tmp_path)
     assert stale_figures(tmp_path) == []
     record = sample_record("cuda")
     record["strategies"][4]["samples_per_s"] += 1
@@ -389,9 +393,29 @@ def test_a_changed_record_makes_its_figure_stale(tmp_path):
     assert stale_figures(tmp_path) == ["cuda"]
 
 
-def test_fingerprints_differ():
-    records = [sample_record("emulated"), sample_record("cuda"), wrong("sequential")]
-    for one, other in itertools.combinations(records, 2):
-        assert fingerprint(one) != fingerprint(other)
-    reordered = dict(reversed(sample_record().items()))
-    assert fingerprint(reordered) == fingerprint(sample_record())
+def test_a_changed_trace_makes_its_own_figure_and_the_next_one_stale(tmp_path):
+    (tmp_path / "traces").mkdir()
+    names = "sequential", "multi_worker", "buffer_pool"
+    for name in names:
+        file = f"h200_{name}_nsys.json"
+        (tmp_path / "traces" / file).write_bytes((FIGURES / "traces" / file).read_bytes())
+    main(tmp_path)
+    assert stale_figures(tmp_path) == []
+    (tmp_path / "orphan.png").touch()
+    with (tmp_path / "traces" / "h200_sequential_nsys.json").open("a") as file:
+        file.write("\n")
+    assert stale_figures(tmp_path) == [
+        "timeline_1_sequential",
+        "timeline_1_sequential_dark",
+        "timeline_2_multi_worker",
+        "timeline_2_multi_worker_dark",
+        "orphan.png",
+    ]
+
+
+def test_changed_code_makes_its_figures_stale(tmp_path, monkeypatch):
+    save_record(sample_record("cuda"), tmp_path / "records" / "cuda.json")
+    main(tmp_path)
+    real = inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda module: real(module) + "# changed")
+    assert stale_figures(tmp_path) == ["cuda"]

@@ -16,11 +16,9 @@ CUDA's rules hold here too, the ones that hurt included:
 """
 
 import threading
-import time
 import weakref
 from collections import deque
 from contextlib import contextmanager
-from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -28,6 +26,7 @@ import torch
 from ..errors import LabError
 from ..hardware import HardwareProfile
 from .memory import Block, DeviceTensor, Kernel, host_bytes
+from .stream import EmulatedEvent, EmulatedStream, Engine, Mark, Operation, sleep_until
 
 # Bytes of one step of a copy: small enough that a reader who does not wait sees a mixture.
 _CHUNK_BYTES = 4 * 2**20
@@ -41,31 +40,32 @@ class EmulatedDevice:
     def __init__(self, profile: HardwareProfile):
         self.profile = profile
         self.name = f"emulated GPU ({profile.name})"
-        self._compute, self._upload, self._download = _Engine(), _Engine(), _Engine()
+        self._compute, self._upload, self._copy = map(Engine, ("compute", "upload", "copy"))
+        self.operations: list[Operation] | None = None  # a list here is given all that is done
         self._page_locked: dict[int, int] = {}  # first address -> bytes
         self._dropped: deque[Block] = deque()
         self._allocation = threading.Lock()
         self._streams = weakref.WeakSet()
-        self._last_marks: list[_Mark] = []  # of streams that are gone
+        self._last_marks: list[Mark] = []  # of streams that are gone
         self._faults: list[BaseException] = []
         self._thread = threading.local()
         self._default_stream = self.Stream()
 
     # The names of torch.cuda.
 
-    def Stream(self) -> "EmulatedStream":
+    def Stream(self) -> EmulatedStream:
         stream = EmulatedStream(self)
         self._streams.add(stream)
         return stream
 
-    def Event(self, enable_timing: bool = False, blocking: bool = False) -> "EmulatedEvent":
+    def Event(self, enable_timing: bool = False, blocking: bool = False) -> EmulatedEvent:
         return EmulatedEvent(self, enable_timing)
 
-    def current_stream(self) -> "EmulatedStream":
+    def current_stream(self) -> EmulatedStream:
         return getattr(self._thread, "stream", self._default_stream)
 
     @contextmanager
-    def stream(self, stream: "EmulatedStream"):
+    def stream(self, stream: EmulatedStream):
         """Queue what this thread does inside the block on `stream`."""
         before, self._thread.stream = self.current_stream(), stream
         try:
@@ -123,10 +123,10 @@ class EmulatedDevice:
         """Queue `action` as a kernel of that length; it runs when the kernel ends."""
 
         def kernel(start: float, end: float) -> None:
-            _sleep_until(end)
+            sleep_until(end)
             action()
 
-        self.current_stream()._queue_on(self._compute, seconds + self.profile.launch_s, kernel)
+        self.current_stream()._queue_on(self._compute, seconds, kernel)
 
     def copy_to_host(self, host: torch.Tensor, block: Block, non_blocking: bool) -> None:
         target = host_bytes(host)
@@ -135,26 +135,26 @@ class EmulatedDevice:
             # `block` is read anew for each step: memory reused under a running copy shows.
             for first in range(0, target.size, _CHUNK_BYTES):
                 step = slice(first, min(first + _CHUNK_BYTES, target.size))
-                _sleep_until(start + (end - start) * step.stop / target.size)
+                sleep_until(start + (end - start) * step.stop / target.size)
                 target[step] = block.contents[step]
 
-        self._copy(self._download, host, non_blocking, copy)
+        self._queue_copy(self._copy, host, non_blocking, copy)
 
     def copy_to_device(self, block: Block, host: torch.Tensor, non_blocking: bool) -> None:
         source = host_bytes(host)
 
         def copy(start: float, end: float) -> None:
-            _sleep_until(end)
+            sleep_until(end)
             block.contents = source.copy()
 
-        self._copy(self._upload, host, non_blocking, copy)
+        self._queue_copy(self._upload, host, non_blocking, copy)
 
-    def _copy(self, engine: "_Engine", host: torch.Tensor, non_blocking: bool, copy) -> None:
+    def _queue_copy(self, engine: Engine, host: torch.Tensor, non_blocking: bool, copy) -> None:
         pinned = self.is_page_locked(host)
         profile = self.profile
         rate = profile.pinned_bytes_per_s if pinned else profile.pageable_bytes_per_s
         stream = self.current_stream()
-        stream._queue_on(engine, host.nbytes / rate + profile.launch_s, copy)
+        stream._queue_on(engine, host.nbytes / rate, copy, host.nbytes, pinned)
         if not (pinned and non_blocking):
             stream.synchronize()
 
@@ -163,7 +163,7 @@ class EmulatedDevice:
         ranges = list(self._page_locked.items())
         return any(start <= first and last <= start + size for start, size in ranges)
 
-    def _allocate(self, nbytes: int, stream: "EmulatedStream") -> Block:
+    def _allocate(self, nbytes: int, stream: EmulatedStream) -> Block:
         with self._allocation:
             for _ in range(len(self._dropped)):
                 block = self._dropped.popleft()
@@ -185,156 +185,3 @@ class EmulatedDevice:
         """Raise what went wrong in an operation, as CUDA does: late, at a synchronising call."""
         if self._faults:
             raise LabError(f"an emulated operation failed: {self._faults[0]!r}")
-
-
-class EmulatedStream:
-    """A queue of operations that a thread of its own carries out in order."""
-
-    def __init__(self, device: EmulatedDevice):
-        self._device = device
-        self._operations = SimpleQueue()
-        serve = threading.Thread(
-            target=_serve, args=(self._operations, device._faults), name="stream", daemon=True
-        )
-        serve.start()
-        # The thread knows only the queue: dropping the stream ends it, after what is queued.
-        end = weakref.finalize(self, _end_stream, self._operations, device._last_marks)
-        end.atexit = False
-
-    def mark(self) -> "_Mark":
-        """Queue a mark that is set when all that is queued so far is done."""
-        mark = _Mark()
-        self._operations.put((mark.set, time.perf_counter()))
-        return mark
-
-    def record_event(self, event: "EmulatedEvent | None" = None) -> "EmulatedEvent":
-        event = event or self._device.Event()
-        event.record(self)
-        return event
-
-    def wait_event(self, event: "EmulatedEvent") -> None:
-        """Let what is queued here from now on wait for `event`. Returns at once."""
-        event.wait(self)
-
-    def wait_stream(self, stream: "EmulatedStream") -> None:
-        """Let what is queued here from now on wait for all queued on `stream`. Returns at once."""
-        self._operations.put((stream.mark().wait, time.perf_counter()))
-
-    def query(self) -> bool:
-        """Is everything queued so far done? Asks the stream's thread, for a millisecond at most."""
-        return self.mark().done.wait(timeout=1e-3)
-
-    def synchronize(self) -> None:
-        """Wait until everything queued so far is done."""
-        self.mark().done.wait()
-        self._device.raise_fault()
-
-    def _queue_on(self, engine: "_Engine", seconds: float, action) -> None:
-        self._operations.put(
-            (lambda ready: engine.run(ready, seconds, action), time.perf_counter())
-        )
-
-
-class EmulatedEvent:
-    """A point in a stream that others can wait for. One that was never recorded counts as past."""
-
-    def __init__(self, device: EmulatedDevice, enable_timing: bool):
-        self._device = device
-        self._enable_timing = enable_timing
-        self._mark: _Mark | None = None
-
-    def record(self, stream: EmulatedStream | None = None) -> None:
-        """Set this event to the point that `stream` has been given work up to. Returns at once."""
-        self._mark = (stream or self._device.current_stream()).mark()
-
-    def wait(self, stream: EmulatedStream | None = None) -> None:
-        """Let what is queued on `stream` from now on wait for this event. Returns at once."""
-        if self._mark is not None:
-            stream = stream or self._device.current_stream()
-            stream._operations.put((self._mark.wait, time.perf_counter()))
-
-    def query(self) -> bool:
-        """Has the stream got past this event? Returns at once."""
-        return self._mark is None or self._mark.done.is_set()
-
-    def synchronize(self) -> None:
-        """Wait, on the host, until the stream has got past this event."""
-        if self._mark is not None:
-            self._mark.done.wait()
-            self._device.raise_fault()
-
-    def elapsed_time(self, end: "EmulatedEvent") -> float:
-        """Milliseconds on the device's clock from this event to `end`, both past."""
-        if not (self._enable_timing and end._enable_timing):
-            raise LabError("elapsed_time needs two events made with enable_timing=True")
-        if self._mark is None or end._mark is None:
-            raise LabError("elapsed_time needs two events that were recorded")
-        if not (self.query() and end.query()):
-            raise LabError("elapsed_time needs two events that are past: synchronize first")
-        return (end._mark.time - self._mark.time) * 1e3
-
-
-class _Mark:
-    """A place in a stream: set by the stream's thread when it gets there."""
-
-    def __init__(self):
-        self.done = threading.Event()
-        self.time = 0.0
-
-    def set(self, ready: float) -> float:
-        self.time = ready
-        self.done.set()
-        return ready
-
-    def wait(self, ready: float) -> float:
-        # Always ends: a stream's thread serves all that was queued before it goes.
-        self.done.wait()
-        return max(ready, self.time)
-
-
-class _Engine:
-    """Hardware that does one operation at a time.
-
-    Times are planned, not measured: an operation that was queued in time starts when the one
-    before it was due to end, even if this computer woke its thread late. So the emulated device
-    keeps its rates on a busy machine.
-    """
-
-    def __init__(self):
-        self._busy = threading.Lock()
-        self._free_at = 0.0
-
-    def run(self, ready: float, seconds: float, action) -> float:
-        with self._busy:
-            start = max(ready, self._free_at)
-            end = start + seconds
-            action(start, end)
-            self._free_at = end
-            return end
-
-
-def _serve(operations: SimpleQueue, faults: list[BaseException]) -> None:
-    """Carry out the operations of one stream; `ready` is when the one before was due to end."""
-    ready = 0.0
-    while (item := operations.get()) is not None:
-        operation, queued = item
-        ready = max(ready, queued)
-        try:
-            ready = operation(ready)
-        except Exception as error:  # reported at the next synchronising call
-            faults.append(error)
-        del operation, item  # an idle stream must not keep the last operation's memory
-
-
-def _end_stream(operations: SimpleQueue, last_marks: list[_Mark]) -> None:
-    mark = _Mark()
-    operations.put((mark.set, time.perf_counter()))
-    operations.put(None)
-    last_marks.append(mark)
-    last_marks[:] = [mark for mark in last_marks if not mark.done.is_set()]
-
-
-def _sleep_until(moment: float) -> None:
-    delay = moment - time.perf_counter()
-    if delay > 0:
-        time.sleep(delay)
