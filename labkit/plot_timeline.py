@@ -7,7 +7,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from .metrics import summarize
+from .metrics import Metrics, summarize
 from .timeline import Span, Timeline
 
 # After Okabe and Ito, whom colour-blind readers can tell apart: https://jfly.uni-koeln.de/color/
@@ -58,9 +58,10 @@ def plot_timelines(*timelines: Timeline, batches: int = 3, dark: bool = False) -
     panels = figure.subplots(len(timelines), squeeze=False, height_ratios=heights)[:, 0]
     shown, words = set(), []
     for axes, timeline, lanes in zip(panels, timelines, panels_bars, strict=True):
-        _draw(axes, timeline, lanes, length * 1e3, colours)
+        found = summarize(timeline, timeline.steady())
+        _draw(axes, timeline, lanes, length * 1e3, found.busy, colours)
         shown |= {bar.stage for bars in lanes.values() for bar in bars}
-        words.append(describe_timeline(timeline))
+        words.append(_describe(timeline, found))
     panels[-1].set_xlabel("milliseconds", color=colours["ink"])
     handles = [
         Patch(facecolor=colours[stage], edgecolor=colours["ink"], lw=0.5, label=stage)
@@ -77,8 +78,14 @@ def plot_timelines(*timelines: Timeline, batches: int = 3, dark: bool = False) -
 
 
 def describe_timeline(timeline: Timeline) -> str:
-    """What a timeline shows, in words: its title, and where the GPU waits in the steady state."""
-    return f"Timeline. {timeline.title()}. {summarize(timeline, timeline.steady()).sentence}"
+    """What a timeline shows, in words: its title, where the GPU waits in the steady state, and
+    what the source lacks."""
+    return _describe(timeline, summarize(timeline, timeline.steady()))
+
+
+def _describe(timeline: Timeline, found: Metrics) -> str:
+    notes = "".join(f" Note: {note}." for note in timeline.notes)
+    return f"Timeline. {found.title}. {found.sentence}{notes}"
 
 
 def _lanes(timeline: Timeline, window: tuple[float, float]) -> dict[str, list[_Bar]]:
@@ -87,8 +94,10 @@ def _lanes(timeline: Timeline, window: tuple[float, float]) -> dict[str, list[_B
     return {lane: bars for lane, bars in lanes.items() if bars or not _is_worker(lane)}
 
 
-def _draw(axes: Axes, timeline: Timeline, lanes: dict, width: float, colours: dict) -> None:
-    """Draw the bars of `lanes`; `width` is in milliseconds."""
+def _draw(
+    axes: Axes, timeline: Timeline, lanes: dict, width: float, busy: float, colours: dict
+) -> None:
+    """Draw the bars of `lanes`; `width` is in milliseconds, `busy` the GPU's share."""
     top = 0.0
     middles: dict[str, list[float]] = {}  # of the lanes that share a name
     for lane, bars in lanes.items():
@@ -122,7 +131,6 @@ def _draw(axes: Axes, timeline: Timeline, lanes: dict, width: float, colours: di
     axes.grid(axis="x", color=colours["faint"], lw=0.6)
     axes.set_axisbelow(True)
     strategy, _, rest = timeline.title().partition(" - ")
-    busy = summarize(timeline, timeline.steady()).busy
     title = f"{strategy}: the GPU computes {busy:.0%} of the time\n{rest}"
     axes.set_title(title, fontsize=10, loc="left", color=colours["ink"])
 

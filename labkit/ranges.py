@@ -14,14 +14,26 @@ from contextlib import contextmanager
 
 import torch
 
-try:
-    import nvtx
-except ImportError:  # without it Nsight Systems sees no ranges; all else works
-    nvtx = None
+# torch.autograd.profiler's own question; looked up once, as every range asks it.
+_profiler_enabled = torch.autograd._profiler_enabled
 
-# Unless a tool is attached to this process, this domain's methods do nothing.
-_domain = None if nvtx is None else nvtx.get_domain("labkit")
-_thread = threading.local()
+
+def _open_domain():
+    """The NVTX domain, or None if no tool was attached to this process when it started."""
+    try:
+        import nvtx
+    except ImportError:  # without it Nsight Systems sees no ranges; all else works
+        return None
+    domain = nvtx.get_domain("labkit")
+    return domain if isinstance(domain, nvtx.Domain) else None
+
+
+class _Thread(threading.local):
+    listener = None  # found faster on the class than an attribute that a thread lacks
+
+
+_domain = _open_domain()
+_thread = _Thread()
 
 
 class annotate:
@@ -41,10 +53,10 @@ class annotate:
             attributes = _domain.get_event_attributes(message=self.name, payload=self.batch)
             _domain.push_range(attributes)
         self._profiled = None
-        if torch.autograd._profiler_enabled():
+        if _profiler_enabled():
             self._profiled = torch.profiler.record_function(self.name)
             self._profiled.__enter__()
-        self._listener = current_listener()
+        self._listener = _thread.listener
         if self._listener is not None:
             self._began = self._listener.begin(self)
         return self
@@ -77,13 +89,13 @@ class Listener:
 
 
 def current_listener() -> Listener | None:
-    return getattr(_thread, "listener", None)
+    return _thread.listener
 
 
 @contextmanager
 def listen(listener: Listener):
     """Give this thread's ranges to `listener` inside the block."""
-    before, _thread.listener = current_listener(), listener
+    before, _thread.listener = _thread.listener, listener
     try:
         yield listener
     finally:

@@ -67,7 +67,7 @@ class Timeline:
     def __post_init__(self):
         spans = sorted(self.spans, key=lambda span: span.start)
         if spans and (zero := spans[0].start) != 0:
-            spans = [s._replace(start=s.start - zero, end=s.end - zero) for s in spans]
+            spans = [Span(s[0], s[1], s.start - zero, s.end - zero, *s[4:]) for s in spans]
         self.spans = spans
 
     @property

@@ -6,6 +6,7 @@ https://docs.pytorch.org/docs/stable/profiler.html
 
 import re
 from collections import Counter
+from functools import lru_cache
 
 from .errors import LabError
 from .timeline import Launched, Span, Timeline, with_batches
@@ -102,15 +103,14 @@ def _name(event: dict) -> str:
 def _times(event: dict) -> tuple[float, float]:
     """Start and end in seconds; the file has microseconds."""
     start, duration = event.get("ts"), event.get("dur")
-    numbers = all(
-        type(value) in (int, float) and abs(value) < _US_LIMIT for value in (start, duration)
-    )
-    if not numbers or duration < 0:
+    numbers = type(start) in (int, float) and type(duration) in (int, float)
+    if not (numbers and abs(start) < _US_LIMIT and 0 <= duration < _US_LIMIT):
         times = f"starts at {str(start)[:30]} and lasts {str(duration)[:30]} µs"
         raise LabError(f"an event in this trace {times}: it is damaged")
     return start / 1e6, (start + duration) / 1e6
 
 
+@lru_cache
 def _short(kernel: str) -> str:
     """`void ns::name<float, 4>(float*)` as `name`."""
     plain = re.sub(r"^void |\(anonymous namespace\)::", "", kernel)

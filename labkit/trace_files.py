@@ -5,9 +5,11 @@ the machine that was recorded.
 """
 
 import contextlib
+import gc
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import LabError
@@ -26,7 +28,23 @@ def load_timeline(path: str | Path) -> Timeline:
 
     Raises LabError in one line for a file that is none of these, empty, damaged or too large.
     """
-    path = Path(path)
+    with _no_collection():
+        return _load(Path(path))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pause the garbage collector, which would walk through the growing trace over and over."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _load(path: Path) -> Timeline:
     try:
         if path.exists() and not path.is_file():
             raise LabError(f"{str(path)!r} is not a file")

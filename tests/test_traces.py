@@ -13,6 +13,7 @@ from labkit.pipelines import STRATEGIES
 from labkit.timeline import Span, Timeline
 from labkit.trace_files import export_perfetto, save_timeline, shipped_timeline
 
+PAGE_LOCKED = ("pinned_async", "stream_pipeline")
 DATA = Path(__file__).parent / "data"
 NSIGHT, WORKERS, TORCH = (
     "nsys_h200_sample.sqlite",
@@ -458,6 +459,31 @@ def test_a_trace_of_every_strategy_is_shipped(strategy, tool):
     assert forwards == set(range(20)) == {span.batch for span in timeline.lane("copy")}
     path = Path(__file__).parent.parent / "figures" / "traces" / f"h200_{strategy}_{tool}.json"
     assert path.stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_profilers_agree_on_the_shipped_runs(strategy):
+    """Separate runs: in each the copies to pageable memory have a speed of their own."""
+    nsight, torch = (
+        summarize(timeline, timeline.steady())
+        for timeline in (shipped_timeline(strategy, tool) for tool in ("nsys", "torch"))
+    )
+    assert abs(nsight.busy - torch.busy) < 0.03
+    page_locked = [[c.gbps for c in m.copies if c.lane == "copy" and c.pinned]
+                   for m in (nsight, torch)]  # fmt: skip
+    assert [len(found) for found in page_locked] == [strategy in PAGE_LOCKED] * 2
+    if strategy in PAGE_LOCKED:
+        assert page_locked[0] == pytest.approx(page_locked[1], rel=0.03)
+
+
+@pytest.mark.parametrize("tool", ["nsys", "torch"])
+def test_what_the_shipped_runs_show(tool):
+    first, last = (
+        summarize(timeline, timeline.steady())
+        for timeline in (shipped_timeline(name, tool) for name in ("sequential", "stream_pipeline"))
+    )
+    assert first.busy <= 0.10 and first.hidden == 0
+    assert last.busy >= 0.97 and last.hidden >= 0.93
 
 
 def test_an_unknown_shipped_trace():
