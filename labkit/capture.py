@@ -112,11 +112,12 @@ def _with_torch(job: Job, strategy: Callable, preset: Preset) -> Timeline:
 
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with _ready(job, strategy, preset, job.count) as run:
-        with profile(activities=activities):  # the first profile of a process pays for CUPTI
+        # The first profile of a process pays for CUPTI.
+        with profile(activities=activities, acc_events=True):
             job.forward(next(job.batches()))
             job.device.synchronize()
         with (
-            profile(activities=activities) as profiled,
+            profile(activities=activities, acc_events=True) as profiled,
             Recorder(job.device, device_events=False) as recorder,
         ):
             run()

@@ -154,8 +154,10 @@ def _kernel() -> Finding:
 def _nsys() -> Finding:
     path = shutil.which("nsys")
     if path is None:
-        return Finding("note", "Nsight Systems", "not installed", "only lab 1 mentions it")
-    return Finding("ok", "Nsight Systems", "nsys is on the PATH")
+        return Finding(
+            "note", "Nsight Systems", "not installed", "labkit profile takes torch.profiler then"
+        )
+    return Finding("ok", "Nsight Systems", path)
 
 
 def _nvtx() -> Finding:
