@@ -135,6 +135,7 @@ def hand_over(workers, index, slot):
     workers.submit(index, slot)
 
 
+# %%
 def pinned_async(job, workers, pinned_pool):
     """Page-locked slots: queue the next batch first, and only then wait for the copy before it."""
     previous = None
