@@ -52,7 +52,6 @@ class Job:
         self.inputs = inputs[torch.arange(rows) % self._distinct]
         device.page_lock(self.inputs)
         self._unlock = weakref.finalize(self, device.page_unlock, self.inputs)
-        self.upload_stream = device.Stream()
         self._model = device.load(self.model_module, self.inputs)
         first = next(self.batches())
         scores = self.forward(first)

@@ -131,7 +131,7 @@ class StreamPipeline:
 def stream_pipeline(job, workers, pinned_pool, depth=2):
     """Copies run on streams of their own, both ways, beside another batch's forward."""
     pipeline = StreamPipeline(job.device, workers, pinned_pool, depth)
-    for index, images in enumerate(job.batches(stream=job.upload_stream)):
+    for index, images in enumerate(job.batches(stream=job.device.Stream())):
         with annotate("forward", index):
             scores = job.forward(images)
         pipeline.submit(index, scores)

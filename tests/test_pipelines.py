@@ -489,9 +489,9 @@ def test_memory_does_not_grow_with_the_number_of_batches(name):
 # Images that come on a stream of their own: the same two promises the other way round.
 
 
-def _upload_ahead(job, forgets=()):
+def _upload_ahead(job, stream, forgets=()):
     """`job.batches(stream=...)` again, in which a step can be left out."""
-    device, stream = job.device, job.upload_stream
+    device = job.device
     for index in range(job.count):
         with device.stream(stream):
             batch = device.upload(job.inputs[8 * index : 8 * index + 8])
@@ -513,13 +513,14 @@ def test_images_on_another_stream_arrive_in_time_and_stay(kind, profile):
     device = make_device(kind, profile)
     job = make_job(device, samples=48)
     expected = _forward_all(job, job.batches())
+    stream = device.Stream()
     with ExitStack() as stalls:
         if kind == "cuda":
             # A real GPU is never slow by itself: let uploads come late, or the forwards.
-            late = job.upload_stream if profile is SLOW_COPY else device.current_stream()
+            late = stream if profile is SLOW_COPY else device.current_stream()
             with device.stream(late):
                 stalls.enter_context(stalled(device))
-        scores = [job.forward(batch) for batch in job.batches(stream=job.upload_stream)]
+        scores = [job.forward(batch) for batch in job.batches(stream=stream)]
     for found, right in zip(scores, expected, strict=True):
         assert torch.equal(found.cpu(), right)
 
@@ -536,7 +537,7 @@ def test_images_on_another_stream_arrive_in_time_and_stay(kind, profile):
 def test_uploads_that_forget_a_promise_are_seen(profile, forgets, right):
     job = make_job(make_device("emulated", profile), samples=48)
     expected = _forward_all(job, job.batches())
-    found = _forward_all(job, _upload_ahead(job, forgets))
+    found = _forward_all(job, _upload_ahead(job, job.device.Stream(), forgets))
     equal = [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
     assert all(equal) == right
 

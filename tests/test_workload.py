@@ -1,5 +1,6 @@
 """The labs' own job: model, weights, photographs, post-processing, and Job itself."""
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -358,6 +359,12 @@ class HostDevice:
 
     def upload(self, host):
         return host.clone()
+
+    def current_stream(self):
+        return None
+
+    def stream(self, stream):
+        return contextlib.nullcontext()
 
     def synchronize(self):
         pass
