@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .hardware import usable_cores
-from .presets import PRESETS
+from .presets import Preset, get_preset
 
-# The workshop preset's output in bytes: 21 classes, float32, for each pixel of a batch.
-_WORKSHOP = PRESETS["workshop"]
-_SLOT_BYTES = _WORKSHOP.batch * 21 * 4 * _WORKSHOP.image**2
 # torch, a model's results and five kernels one after another: seen to stay under 3 GB.
 _MEMORY_BYTES = 4 * 10**9
 
@@ -92,10 +89,11 @@ def _shared_memory() -> Finding:
         return Finding(
             "note", "shared memory", "no /dev/shm on this system", "no limit to mind then"
         )
-    free, needed = shutil.disk_usage(folder).free, _WORKSHOP.slots * _SLOT_BYTES
+    preset = _preset()
+    free, needed = shutil.disk_usage(folder).free, preset.slots * _slot_bytes(preset)
     if free < needed:
-        fix = "docker run --shm-size=8g, or fewer --slots"
-        detail = f"{free:,} bytes free, the workshop preset needs {needed:,}"
+        fix = "docker run --shm-size=8g, or fewer --slots, or a smaller --preset"
+        detail = f"{free:,} bytes free, the {preset.name} preset needs {needed:,}"
         return Finding("bad", "shared memory", detail, fix)
     return Finding("ok", "shared memory", f"{free:,} bytes free in {folder}")
 
@@ -121,14 +119,16 @@ def _page_locking() -> Finding:
     from .device import open_device
     from .errors import LabError
 
-    memory = torch.zeros(_SLOT_BYTES, dtype=torch.uint8)
+    size = _slot_bytes(_preset())
+    memory = torch.zeros(size, dtype=torch.uint8)
     try:
         device = open_device("cuda")
         device.page_lock(memory)
         device.page_unlock(memory)
     except LabError as error:
-        return Finding("bad", "page-locking", str(error), "ulimit -l unlimited")
-    return Finding("ok", "page-locking", f"{_SLOT_BYTES:,} bytes locked and unlocked")
+        fix = "free memory, raise the container's limit, or take a smaller --preset"
+        return Finding("bad", "page-locking", str(error), fix)
+    return Finding("ok", "page-locking", f"{size:,} bytes locked and unlocked")
 
 
 def _start_method() -> Finding:
@@ -171,6 +171,21 @@ def _container() -> Finding:
     if inside:
         return Finding("note", "container", "yes", "its shared memory may be 64 MB: see above")
     return Finding("ok", "container", "none found")
+
+
+def _preset() -> Preset:
+    """The one that the labs take on this machine unless told otherwise."""
+    try:
+        import torch
+
+        return get_preset("auto", "cuda" if torch.cuda.is_available() else "emulated")
+    except ImportError:
+        return get_preset("auto", "emulated")
+
+
+def _slot_bytes(preset: Preset) -> int:
+    """The output of one batch: 21 classes, float32, for each pixel."""
+    return preset.batch * 21 * 4 * preset.image**2
 
 
 def _version(name: str) -> str:

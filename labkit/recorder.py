@@ -11,6 +11,8 @@ from .hardware import describe_host, device_entry
 from .ranges import Listener, annotate, listen
 from .timeline import DEVICE_LANES, Launched, Span, Timeline, with_batches
 
+_EVENTS_NOTE = "taken between CUDA events, which do not show the pauses within a forward"
+
 
 class Recorder(Listener):
     """Records the run inside its `with` block; afterwards `timeline()` gives it.
@@ -67,7 +69,8 @@ class Recorder(Listener):
         return event
 
     def timeline(self, strategy: str = "", job: str = "") -> Timeline:
-        """The Timeline of what was recorded. Host and device share its clock to some 20 µs."""
+        """The Timeline of what was recorded. Host and device share its clock to some 20 µs at the
+        start; over a long run the two clocks drift apart."""
         host = [Span("host", *values) for values in self.ranges]
         workers = [
             Span(f"worker {number}", *values)
@@ -85,6 +88,7 @@ class Recorder(Listener):
             strategy=strategy,
             job=job,
             versions={"torch": describe_host()["torch"]},
+            notes=[_EVENTS_NOTE] if self._events else [],
         )
 
     def _moment(self, event) -> float:

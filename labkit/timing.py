@@ -35,7 +35,7 @@ def measure(
     """
     strategies = list(strategies)
     workers = preset.workers or default_workers()
-    if any(_PARTS_WITH_SLOTS & _needs(strategy) for strategy in strategies):
+    if any(_PARTS_WITH_SLOTS & needed_parts(strategy) for strategy in strategies):
         check_shared_memory(preset.slots, job.output_bytes)
     progress("ceiling")
     ceiling = measure_ceiling(job, workers)
@@ -65,7 +65,7 @@ def measure(
                 "spread": [round(min(rates), 3), round(max(rates), 3)],
                 "batches": job.count,
                 "digest": digests.pop(),
-                "gpu_busy": round(min(1.0, busy), 4),
+                "gpu_busy": round(busy, 4),
                 "predicted_samples_per_s": None,
                 "workers": workers if "workers" in parts else 0,
                 "slots": preset.slots if parts.keys() & _PARTS_WITH_SLOTS else 0,
@@ -78,7 +78,7 @@ def measure(
 @contextmanager
 def open_parts(strategy: Callable, job: Job, preset: Preset, workers: int):
     """The parts that `strategy` names in its parameters, opened: a dict to call it with."""
-    names = _needs(strategy)
+    names = needed_parts(strategy)
     parts = {}
     with ExitStack() as stack:
         pool = None
@@ -96,7 +96,7 @@ def open_parts(strategy: Callable, job: Job, preset: Preset, workers: int):
         yield parts
 
 
-def _needs(strategy: Callable) -> set[str]:
+def needed_parts(strategy: Callable) -> set[str]:
     """The names of a strategy's parameters but the job; LabError for one that is no part."""
     names = list(inspect.signature(strategy).parameters)[1:]
     for name in names:

@@ -49,7 +49,8 @@ class OutputWorkers:
     """`count` workers that call `process(batch_index, host_tensor)` for each batch submitted.
 
     `process` is importable by name: a function of a module, or a functools.partial of one.
-    It owns `host_tensor` only until it returns. What it returns is pickled and sent back.
+    It owns `host_tensor` only until it returns. What it returns is pickled and sent back: of a
+    tensor return a `.clone()`, since a view of a slot is sent with the memory of all slots.
     With `pool`, slots of that pool can be submitted; they are released when processed.
     At most `limit` bare tensors are under way at once. `threads=True` uses threads of this
     process, which is good for work that releases the interpreter lock and bad for all other.

@@ -108,10 +108,11 @@ stage_times(job, wait=lambda: None)  # the first time pays for things that happe
 show(stage_times(job, wait=lambda: None))
 
 # %% [markdown]
-# By this account the forward costs next to nothing and the copy is to blame. That is false.
-# Calls that give the GPU work only *queue* it and return. `forward` returned long before its
-# result was there, and `.cpu()`, the first line that needs the result, had to wait for it. So
-# the copy got the blame for the computation.
+# By this account the forward costs little and the copy is to blame. That is false. Calls that
+# give the GPU work only *queue* it and return. Each piece of work is a *kernel*, a function that
+# runs on the GPU; they stand in a *stream*, a queue that the GPU works off in order. `forward`
+# returned before its result was there, and `.cpu()`, the first line that needs the result, had
+# to wait for it. So the copy got the blame for the computation.
 #
 # The cure is to wait for the device before each look at the clock, with `synchronize()`.
 
@@ -129,8 +130,11 @@ print(f"\nof these {sum(times):.0f} ms it computes {times[0]:.0f}: {times[0] / s
 #
 # ## The run
 #
-# The **ceiling** is what no strategy can pass: of forward, copy and process, each measured
-# alone, the slowest one. `process` counts as if all workers did it at once.
+# The **ceiling** is what no strategy can pass, but for the error of measuring: of forward, copy
+# and process, each measured alone, the slowest one. `process` counts as if all workers did it at
+# once. A *sample* is one image. *Busy* is what the forwards alone would take, as a share of the
+# run. The *digest* is a fingerprint of all results: from lab 2 on it tells whether another
+# strategy gave the same ones.
 
 # %%
 record = labkit.measure(job, [sequential], size)
@@ -153,7 +157,7 @@ print(f"{gpu.name}: computing {share:.0%} of the time. The other four labs are a
 # Timers answer the questions that you thought of. A timeline shows the others too: what the
 # loop, the device and every process did, on one time axis. This one is taken live while the
 # loop runs. The host's bars are the names that `annotate` gave; the device's come from events
-# in its stream, which is what the next labs are about, or from the emulated device's own record.
+# in its stream, which is what lab 4 is about, or from the emulated device's own record.
 
 # %%
 timeline = labkit.capture_timeline(job, sequential, size)
@@ -162,9 +166,16 @@ labkit.show_figure(
 )
 
 # %% [markdown]
+# The number in a bar is its batch. The top lane is what the loop does or waits for, the others
+# what the device really does: `upload` brings the images, `compute` runs kernels, `copy` takes
+# the scores back.
+#
 # Look at the bar `copy` in the host's lane: it begins while the device still computes. That is
 # the wrong blame from above, to be seen. And look at the tinted stretches of the lane
 # `compute`, where the device computes nothing. What is the loop doing meanwhile?
+#
+# The table counts the *steady state*: the middle half of the run, without its two ends. For each
+# thing that the device waits for it gives the time in which no kernel ran.
 
 # %%
 labkit.metrics_table(labkit.summarize(timeline, timeline.steady()))
@@ -174,7 +185,9 @@ print(labkit.describe_timeline(timeline))
 
 # %% [markdown]
 # Here is the same loop on a GPU: an NVIDIA H200, recorded with Nsight Systems. The trace comes
-# with this course, and the figure is drawn from it here and now.
+# with this course, and the figure is drawn from it here and now. Its bars `copy` are mostly the
+# processor at work: with ordinary memory the copy engine only brings the bytes half of the way,
+# as lab 4 explains.
 
 # %%
 on_h200 = labkit.shipped_timeline("sequential")
@@ -210,10 +223,12 @@ print(labkit.describe_timeline(on_h200))
 # nsys profile --trace=cuda,nvtx --sample=none --output=baseline labkit run 01 -p batches=4
 # ```
 #
-# Open `baseline.nsys-rep` and look at the NVTX row above the CUDA rows. The range `forward` is
-# short: it is the time for *queuing* the kernels. The kernels themselves run under the range
-# `copy`, where the host waits for them. Then comes the memory copy, and then a long stretch in
-# which the GPU rows are empty: the loop is in `process`.
+# Open `baseline.nsys-rep`. It holds the whole notebook, so zoom to the last group of `forward`,
+# `copy` and `process` in the NVTX row above the CUDA rows. The range `forward` is the time for
+# *queuing* the kernels. The GPU starts with the first of them, but most run under the range
+# `copy`, where the host waits. Then comes the memory copy, and then a long stretch in which the
+# GPU rows are empty: the loop is in `process`. Recording takes time itself: compare shares, not
+# milliseconds.
 #
 # ## Key points
 #

@@ -53,17 +53,22 @@ def multi_worker(job, workers):
 
 
 # %% [markdown]
-# Four decisions are hidden in `labkit.OutputWorkers`:
+# Five decisions are hidden in `labkit.OutputWorkers`:
 #
 # * **Processes, not threads.** Threads of one Python process share one interpreter lock. Work
 #   that holds it, such as `tobytes()`, stops the loop that should be feeding the GPU. Work that
 #   releases it, as most PyTorch and NumPy operations do, is better off in threads, which share
-#   memory for nothing: `OutputWorkers(..., threads=True)`.
-# * **Never `fork`.** A process that has used CUDA cannot be forked: the child's CUDA is broken.
-#   The workers come from a *fork server*, a small process that has imported torch and nothing
-#   else has happened in. Where there is none they are started anew (`spawn`). Either way a
-#   worker has to *import* the function it runs, so a function from a notebook cell will not do.
+#   memory at no cost: `OutputWorkers(..., threads=True)`.
+# * **Never `fork`.** A process that has used CUDA should not be forked. CUDA fails in the child,
+#   and a lock that another thread held at that moment stays locked there for ever, even if the
+#   child never touches the GPU. The workers come from a *fork server*, a small process that has
+#   imported torch and done nothing else. Where there is none they are started anew (`spawn`).
+#   Either way a worker has to *import* the function it runs, so a function from a notebook cell
+#   will not do; and a script needs `if __name__ == "__main__":` around what starts workers, since
+#   they import the script too.
 # * **One thread each.** PyTorch would give every worker as many threads as there are cores.
+# * **Memory is kept.** A worker keeps what it frees, and so asks for new memory only once. Why
+#   that makes its `process` faster than the loop's, lab 3 shows.
 # * **A limit.** When the workers are slower than the loop, batches pile up until memory is full.
 #   So only a few may be under way at once, and then `submit` waits.
 #
@@ -139,11 +144,11 @@ print(f"forward alone              {ceiling['forward_s'] * 1e3:7.1f} ms")
 print(f"copy, if done well         {ceiling['copy_s'] * 1e3:7.1f} ms")
 
 # %% [markdown]
-# Forward and a good copy are far from adding up to the time of a batch. Two things eat the
+# Forward and a good copy are far from adding up to the time of a batch. Three things eat the
 # difference. `.cpu()` copies into memory that is *fresh* each time, and fresh memory is slow in
-# a way that the next lab shows. And every batch goes through a pipe: the feeder thread copies
-# it into the kernel of the operating system, and the worker copies it out again, on the cores
-# that the rest of the work needs too.
+# a way that the next lab shows. It is also ordinary memory, which lab 4 replaces. And every
+# batch goes through a pipe: the feeder thread copies it into the operating system, and the
+# worker copies it out again, on the cores that the rest of the work needs too.
 #
 # ## Key points
 #

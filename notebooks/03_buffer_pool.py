@@ -38,11 +38,12 @@ print(f"{gpu.name}; {job.count} batches, {job.output_bytes / 1e6:.1f} MB of scor
 #
 # When a program asks for a large piece of memory, the operating system hands out *addresses*,
 # not memory. At the first touch of each page, usually 4096 bytes, the processor stops, the
-# kernel finds a free page, fills it with zeros, and lets the program go on. That is a page
-# fault. It takes a fraction of a microsecond, and a batch of scores has very many pages.
+# operating system finds a free page, fills it with zeros, and lets the program go on. That is a
+# page fault. It takes a microsecond or so, and a batch of scores has very many pages.
 #
 # Both copies below are the same on the CPU: host memory to host memory, one thread, no GPU.
-# `mmap` asks the operating system for memory directly, so it is fresh for sure.
+# `mmap` asks the operating system for memory directly, so it is fresh for sure. Both targets are
+# made with it, so that they differ in nothing else.
 
 # %%
 import mmap
@@ -55,7 +56,8 @@ source = np.ones(job.output_bytes, dtype=np.uint8)
 
 
 def fresh():
-    return np.frombuffer(mmap.mmap(-1, source.nbytes), dtype=np.uint8)
+    memory = mmap.mmap(-1, source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, dtype=np.uint8)
 
 
 def bandwidth(get_target, repeats=5):
@@ -69,7 +71,8 @@ def bandwidth(get_target, repeats=5):
     return source.nbytes / statistics.median(seconds) / 1e9
 
 
-touched = np.ones_like(source)
+touched = fresh()
+touched[:] = 1
 rates = {"fresh": bandwidth(fresh), "touched": bandwidth(lambda: touched)}
 for name, rate in rates.items():
     print(f"into {name:8} memory {rate:6.2f} GB/s")
@@ -89,7 +92,8 @@ print(f"\ntouched memory is {rates['touched'] / rates['fresh']:.1f} times as fas
 # ```
 #
 # The worker sees the same memory. So what goes through its pipe is no longer the batch but the
-# number of a slot and a shape.
+# number of a slot and a shape. Touching is not quite over with that: when a worker reads a slot
+# for the first time, its pages, which exist by now, have to be entered into *its* addresses.
 
 
 # %%
@@ -179,13 +183,13 @@ print(f"that is {job.output_bytes / rest_s / 1e9:.1f} GB/s, when the machine can
       f"{ceiling['pinned_gbps']:.1f} GB/s")
 
 # %% [markdown]
-# The copy is still far from what the machine can do, and the GPU still waits for the whole of
-# it. Both have the same cause, which the next lab removes.
+# The copy is still far from what the machine can do: the next lab mends that. And the GPU still
+# waits for the whole of it: that takes until lab 5.
 #
 # Shared memory has a size of its own. On Linux it is the file system `/dev/shm`, which takes up
 # to half of a machine's memory, but a Docker container gets 64 MB unless it is started with
-# `--shm-size`. A program that fills it is ended with a bus error, long after the allocation
-# that went too far. `BufferPool` therefore looks first, and refuses in one line.
+# `--shm-size`. A program that fills it may be ended by a bus error, long after the allocation that
+# went too far. `BufferPool` therefore looks first, and refuses in one line.
 #
 # ## Key points
 #

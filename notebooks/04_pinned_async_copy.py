@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 4. Page-locked memory and asynchronous copies
 #
-# The pool's copies wait for the GPU, and the GPU waits for them. The cause is a property of the
-# memory that they go to. This lab changes it, and with it comes the first bug of this course
-# that gives wrong bytes without any error.
+# The pool's copies are slow, and while one runs the loop cannot queue anything else. Both come
+# from the memory that they go to. This lab changes it, and with it comes the first bug of this
+# course that gives wrong bytes without any error.
 #
 # After this lab you can
 #
@@ -42,7 +42,8 @@ print(f"{gpu.name}; {job.count} batches, {job.output_bytes / 1e6:.1f} MB of scor
 # so it must not touch such a page. For a copy to pageable memory the driver first copies into a
 # small page-locked buffer of its own and has the processor copy on from there. That takes the
 # processor's time, it is slower, and the call returns only when it is done, whatever
-# `non_blocking` says.
+# `non_blocking` says. (For the other direction, an upload, it returns once the driver has the
+# bytes, which may be before they arrive.)
 #
 # Memory can be locked in place. Then the copy engine writes straight into it, and the call only
 # has to queue the copy. Locking is slow and takes memory away from everybody else, so it is
@@ -110,8 +111,8 @@ else:
 # buffers again, the old bytes are those of an *earlier batch*. They look entirely plausible.
 #
 # What tells when the bytes are there is an **event**. `event.record()` puts a mark into the
-# stream of work that the GPU gets; the event is past when the GPU reaches the mark. A slot does
-# this for you: `slot.copy_` records `slot.event` right behind the copy.
+# stream that is current where it is called; the event is past when the GPU reaches the mark. A
+# slot does this for you: `slot.copy_` records `slot.event` right behind the copy.
 #
 # | call | who waits |
 # |---|---|
@@ -120,11 +121,14 @@ else:
 # | `event.synchronize()` | the host, until the event is past |
 # | `stream.wait_event(event)` | that stream, on the device; the host goes on |
 #
+# On a GPU a host that waits in `synchronize()` usually keeps its core busy, asking over and over;
+# an `Event(blocking=True)` lets it sleep. `labkit` leaves the main loop a core of its own.
+#
 # ## The strategy: `pinned_async`
 #
-# The order of the lines is what matters. The next forward is queued *before* the loop waits for
-# the copy of the batch before it. While the host waits and hands that batch to a worker, the
-# GPU already computes.
+# Most of the gain is the faster copy. The order of the lines saves the rest: the next forward is
+# queued *before* the loop waits for the copy of the batch before it. While the host waits and
+# hands that batch to a worker, the GPU already computes.
 
 
 # %%
@@ -153,8 +157,7 @@ def pinned_async(job, workers, pinned_pool):
 
 
 # %% [markdown]
-# `submit` refuses a slot whose event is not past, so that the bug above cannot happen by
-# accident.
+# `submit` refuses a slot whose event is not past, so that no *worker* reads too early. Whoever reads `slot.tensor` himself has to wait himself, as above.
 #
 # ## The run
 
@@ -216,7 +219,7 @@ print(f"forward {ceiling['forward_s'] * 1e3:.1f} ms + copy {ceiling['slot_copy_s
 # %% [markdown]
 # ## Key points
 #
-# * A copy to pageable memory is never asynchronous, whatever `non_blocking` says.
+# * Do not count on a copy to pageable memory being asynchronous, whatever `non_blocking` says.
 # * Page-lock once, for memory that is used again and again.
 # * `non_blocking=True` returns before the bytes arrive. Wait for an event before reading.
 # * Queue the next work first, then wait for the last.
@@ -225,6 +228,7 @@ print(f"forward {ceiling['forward_s'] * 1e3:.1f} ms + copy {ceiling['slot_copy_s
 #
 # * [A guide on good usage of `non_blocking` and `pin_memory()`](https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html), PyTorch tutorials
 # * [CUDA runtime: memory management, `cudaHostRegister`](https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html), NVIDIA
+# * [CUDA runtime: API synchronization behavior](https://docs.nvidia.com/cuda/cuda-runtime-api/api-sync-behavior.html), NVIDIA
 # * [`torch.cuda.Event`](https://docs.pytorch.org/docs/stable/generated/torch.cuda.Event.html), PyTorch documentation
 #
 # Next: [5. A pipeline of streams](05_stream_pipeline.ipynb) lets both run at once.

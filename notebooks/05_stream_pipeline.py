@@ -8,7 +8,7 @@
 # After this lab you can
 #
 # * run copies beside kernels, and say what keeps them in the right order;
-# * say which two waits and which one promise about memory a two-stream pipeline needs;
+# * say which waits a pipeline of streams needs, and what it must promise about memory;
 # * send less, and run your own model through the same pipeline.
 #
 # **Before you run it:** forward and copy now run at the same time. What stops the copy of a
@@ -43,7 +43,8 @@ print(f"{gpu.name}; {job.count} batches, {job.output_bytes / 1e6:.1f} MB of scor
 # A stream is a queue of work for the GPU, done in order. Two streams know nothing of each
 # other: their work runs at the same time, or in any order, unless you say otherwise. There are
 # two ways to say so, and neither makes the host wait: `stream.wait_event(event)` and its
-# shorthand `stream.wait_stream(other)`.
+# shorthand `stream.wait_stream(other)`. (In plain CUDA the default stream is an exception: it
+# and other streams wait for each other. PyTorch makes its streams so that they do not.)
 #
 # Below, a forward and a copy of *another* batch's scores are queued, first both in one stream,
 # then the copy in a second one.
@@ -80,21 +81,23 @@ print(f"two streams: {both(gpu.Stream()):7.1f} ms")
 # %% [markdown]
 # ## The strategy: `stream_pipeline`
 #
-# Three lines in `submit` keep it right. Each of them guards against wrong bytes that no error
-# would tell of:
+# Three lines keep it right. The first two guard against wrong bytes that no error would tell
+# of, the third against a slot that `submit` would refuse:
 #
 # * `copy_stream.wait_stream(...)`: the copy starts when the forward is done, not before.
 # * `scores.record_stream(copy_stream)`: when the loop drops `scores`, PyTorch's allocator may
 #   hand its memory to the next tensor of the stream that it was allocated on. Within that
-#   stream the order of work makes this safe. The copy stream may still be reading, and this
-#   call makes the allocator wait for it.
+#   stream the order of work makes this safe. The copy stream may still be reading, and after
+#   this call the allocator keeps the memory back until that stream has got past all that was
+#   queued on it when `scores` was dropped. Meanwhile it takes other memory.
 # * `hand_over`, from lab 4, waits for `slot.event`: no worker gets a slot before its bytes are
-#   here.
+#   here. `slot.copy_` stands inside `with device.stream(...)`, so its event is on that stream too.
 #
 # The images take the other way with a stream of their own as well: `job.batches(stream=...)`
-# uploads the next batch while the GPU computes. It needs the same two promises, with the streams
-# in each other's parts: the computing stream waits for the upload, and `record_stream` keeps
-# the images until the forward has read them.
+# uploads the next batch while the GPU computes. It needs the same care the other way round: the
+# computing stream waits for the upload, and `record_stream` keeps the images until the forward
+# has read them. PyTorch has 32 streams and hands them out in turn, so two that are made one
+# after the other are never the same.
 #
 # `depth` is how many copies may be in flight before the loop waits for the oldest.
 
@@ -155,7 +158,8 @@ labkit.show_figure(labkit.plot_ladder(record), f"{results_dir}/figures/05_stream
 # ## The timeline
 #
 # The lanes `compute` and `copy` no longer take turns: each batch's copy runs beside the forward
-# of the next one.
+# of the next one. On a GPU the host's bars `forward` may be longer than before: when the loop is
+# far ahead, its queue for the GPU is full, and then even queuing has to wait.
 
 # %%
 before = labkit.capture_timeline(job, pinned_async, size)
@@ -292,5 +296,5 @@ print(*fingerprints, sep="\n")
 #
 # * [CUDA streams](https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams), PyTorch documentation
 # * [`torch.Tensor.record_stream`](https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html), PyTorch documentation
-# * [How to overlap data transfers](https://developer.nvidia.com/blog/how-overlap-data-transfers-cuda-cc/), NVIDIA technical blog
+# * [CUDA C++ best practices guide](https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/): asynchronous and overlapping transfers with computation, NVIDIA
 # * [Automatic mixed precision](https://docs.pytorch.org/docs/stable/amp.html) and [`torch.compile`](https://docs.pytorch.org/docs/stable/generated/torch.compile.html), PyTorch documentation

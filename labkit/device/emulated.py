@@ -9,7 +9,8 @@ the host (page faults, shared memory, workers) stays real and competes for the r
 CUDA's rules hold here too, the ones that hurt included:
 
 * operations are queued and return at once; whoever reads a result has to wait for it;
-* a copy to or from pageable memory blocks the host; one to page-locked memory with
+* a copy to or from pageable memory blocks the host (a GPU's upload from it returns once its
+  bytes are staged); one to page-locked memory with
   `non_blocking=True` does not, and its bytes arrive while it runs;
 * memory of a dropped tensor is reused at once by the stream that it was allocated on, and
   `record_stream` is what protects it from other streams' running work.

@@ -46,10 +46,8 @@ class DeviceTensor(torch.Tensor):
         return f"DeviceTensor(shape={tuple(self.shape)}, dtype={self.dtype}, on the device)"
 
     def record_stream(self, stream) -> None:
-        """Keep this memory from being reused until `stream` has done what it has now queued.
-
-        What counts is what is queued when the tensor is dropped.
-        """
+        """Keep this memory, once the tensor is dropped, until `stream` has done all that is
+        queued on it at that moment."""
         self.block.users.add(stream)
 
     @classmethod
