@@ -1,7 +1,7 @@
 """Five labs on getting a model's output off the GPU: the package that the notebooks use.
 
 Read it in this order: job, pipelines, buffers, workers, device, timing; then ranges, recorder,
-timeline, metrics.
+timeline, metrics; then costs, calibration, virtual, prediction.
 """
 
 import importlib
@@ -28,11 +28,23 @@ _HOME = {
     "metrics_table": "metrics",
     "plot_timelines": "plot_timeline",
     "describe_timeline": "plot_timeline",
+    "calibrate": "calibration",
+    "load_costs": "costs",
+    "save_costs": "costs",
+    "costs_table": "costs",
+    "predict": "prediction",
+    "predict_all": "prediction",
+    "save_predictions": "prediction",
+    "prediction_table": "prediction",
+    "explain": "prediction",
     "load_record": "results",
     "save_record": "results",
     "check_digests": "results",
     "ladder_table": "results",
     "plot_ladder": "plots",
+    "plot_predictions": "plots",
+    "advise": "advice",
+    "advice_table": "advice",
     "show_figure": "figures",
 }
 __all__ = list(_HOME)

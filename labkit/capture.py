@@ -190,11 +190,13 @@ def _run(*command: str) -> str:
     finally:
         if process.poll() is None:
             process.terminate()  # nsys ends what it has started
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_END_LIMIT_S)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=_END_LIMIT_S)
+            finally:  # after a second interrupt, too
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def _last_words(output: str) -> str:
@@ -216,8 +218,8 @@ def main(order: str) -> None:
         torch.cuda.profiler.start()
         run()
         job.device.synchronize()
+        Path(order["tell"]).write_text(_describe(job))  # nsys may end us when it stops
         torch.cuda.profiler.stop()
-    Path(order["tell"]).write_text(_describe(job))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
-"""The command line: `labkit doctor | run | bench | profile`. torch is imported when needed."""
+"""The command line: `labkit doctor | run | bench | profile | calibrate | predict`.
 
+torch is imported when needed.
+"""
+
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -7,8 +11,9 @@ from typing import Annotated
 import typer
 
 from .errors import LabError
-from .presets import PRESETS, get_preset
+from .presets import MODELS, PRESETS, get_preset
 
+_PROFILE = Path("build/hardware.json")
 app = typer.Typer(
     help="Five labs on getting a model's output off the GPU.",
     no_args_is_help=True,
@@ -29,15 +34,27 @@ def bench(
     slots: Annotated[int | None, typer.Option(help="host buffers in a pool")] = None,
     depth: Annotated[int | None, typer.Option(help="copies in flight in stream_pipeline")] = None,
     images: Annotated[Path | None, typer.Option(help="folder of photographs")] = None,
+    model: Annotated[str | None, typer.Option(help=f"another model: {', '.join(MODELS)}")] = None,
+    batch: Annotated[int | None, typer.Option(help="images in a batch")] = None,
+    image: Annotated[int | None, typer.Option(help="height and width of an image")] = None,
+    process: Annotated[str, typer.Option(help="archive or class_map")] = "archive",
+    predict: Annotated[bool, typer.Option("--predict", help="calibrate and predict first")] = False,
     json: Annotated[Path | None, typer.Option(help="write the record to this file")] = None,
 ) -> None:
     """Time the strategies and print the ladder."""
+    changes = {
+        "batches": batches, "workers": workers, "slots": slots, "depth": depth,
+        "model": model, "batch": batch, "image": image,
+    }  # fmt: skip
     # Everything that can be refused is refused before torch is loaded.
-    get_preset(preset, "emulated", batches=batches, workers=workers, slots=slots, depth=depth)
+    get_preset(preset, "emulated", **changes)
+    _load_torch()
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    from .calibration import calibrate as measure_costs
     from .device import open_device
+    from .prediction import predict_all
     from .results import check_digests, check_writable, ladder_table, save_record
     from .timing import measure, pick_strategies
     from .workload import segmentation_job
@@ -46,9 +63,7 @@ def bench(
     opened = open_device(device)
     if json is not None:
         check_writable(json)
-    size = get_preset(
-        preset, opened.kind, batches=batches, workers=workers, slots=slots, depth=depth
-    )
+    size = get_preset(preset, opened.kind, **changes)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     # Drawn between the runs only: a timed loop shares its cores with nothing of ours.
     console = Console(stderr=True)
@@ -62,8 +77,12 @@ def bench(
             progress.refresh()
 
         progress.refresh()
-        job = segmentation_job(size, opened, images=images)
-        record = measure(job, chosen, size, progress=show)
+        job = segmentation_job(size, opened, process, images=images)
+        predictions = None
+        if predict:
+            costs = measure_costs(job, size, progress=show)
+            predictions = predict_all(chosen, costs, size)
+        record = measure(job, chosen, size, predictions, progress=show)
         job.close()
     Console().print(ladder_table(record))
     if json is not None:
@@ -88,6 +107,7 @@ def profile(
     """Record one strategy's timeline: print where the GPU waits, draw it, keep the trace."""
     changes = {"batches": batches, "workers": workers, "slots": slots, "depth": depth}
     get_preset(preset, "emulated", **changes)
+    _load_torch()
     from rich.console import Console
 
     from .capture import profile_strategy
@@ -99,11 +119,14 @@ def profile(
     from .timing import pick_strategies
     from .trace_files import export_perfetto, save_timeline
 
+    if "," in strategy:
+        raise LabError(f"one strategy at a time, got {strategy!r}")
     name = pick_strategies(strategy)[0].__name__
     check_writable(out / "trace.json")
     size = get_preset(preset, open_device(device).kind, **changes)
-    console = Console()
-    timeline, used = profile_strategy(name, size, device, tool, Console(stderr=True).print)
+    console = Console(markup=False)
+    tell = Console(stderr=True, markup=False).print
+    timeline, used = profile_strategy(name, size, device, tool, tell)
     window = timeline.steady()
     found = summarize(timeline, window)
     console.print(metrics_table(found))
@@ -115,6 +138,71 @@ def profile(
     save_timeline(timeline, stem.with_suffix(".json"))
     export_perfetto(timeline, stem.with_suffix(".perfetto.json"))
     console.print(f"wrote {stem}.png, .svg, .json and .perfetto.json (for ui.perfetto.dev)")
+
+
+@app.command()
+def calibrate(
+    device: Device = "auto",
+    preset: PresetName = "auto",
+    workers: Annotated[int | None, typer.Option(help="worker processes")] = None,
+    images: Annotated[Path | None, typer.Option(help="folder of photographs")] = None,
+    out: Annotated[Path, typer.Option(help="the hardware profile to write")] = _PROFILE,
+) -> None:
+    """Time every stage of the job, alone and beside the others: what `predict` calculates from."""
+    get_preset(preset, "emulated", workers=workers)
+    _load_torch()
+    from rich.console import Console
+
+    from .calibration import calibrate as measure_costs
+    from .costs import costs_table, save_costs
+    from .device import open_device
+    from .results import check_writable
+    from .workload import segmentation_job
+
+    opened = open_device(device)
+    check_writable(out)
+    size = get_preset(preset, opened.kind, workers=workers)
+    console = Console(stderr=True, markup=False)
+    job = segmentation_job(size, opened, images=images)
+    with contextlib.closing(job):
+        costs = measure_costs(job, size, progress=console.print)
+    save_costs(costs, out)
+    Console(markup=False).print(costs_table(costs), f"wrote {out}", sep="\n")
+
+
+@app.command()
+def predict(
+    profile: Annotated[Path, typer.Argument(help="what labkit calibrate wrote")] = _PROFILE,
+    preset: PresetName = "auto",
+    batches: Annotated[int | None, typer.Option(help="batches in one run")] = None,
+    workers: Annotated[int | None, typer.Option(help="worker processes")] = None,
+    slots: Annotated[int | None, typer.Option(help="host buffers in a pool")] = None,
+    depth: Annotated[int | None, typer.Option(help="copies in flight in stream_pipeline")] = None,
+    advise: Annotated[bool, typer.Option("--advise", help="say what to change")] = False,
+    strategy: Annotated[str, typer.Option(help="for --advise: where you are")] = "stream_pipeline",
+) -> None:
+    """Predict the ladder from a hardware profile; nothing runs."""
+    changes = {"batches": batches, "workers": workers, "slots": slots, "depth": depth}
+    get_preset(preset, "emulated", **changes)
+    from .costs import load_costs
+
+    costs = load_costs(profile)
+    _load_torch()
+    from rich.console import Console
+
+    from .advice import advice_table
+    from .advice import advise as find_advice
+    from .pipelines import STRATEGIES
+    from .prediction import predict_all, prediction_table
+    from .timing import pick_strategies
+
+    name = costs.job["preset"] if preset == "auto" else preset
+    size = get_preset(name, costs.device["kind"], **changes)
+    console = Console(markup=False)
+    console.print(prediction_table(predict_all(STRATEGIES.values(), costs, size), costs))
+    if advise:
+        chosen = pick_strategies(strategy)[0].__name__
+        console.print(advice_table(find_advice(costs, size, chosen), chosen))
 
 
 @app.command()
@@ -165,6 +253,12 @@ def run(
             progress.console.print(f"{path.stem}: done")
             progress.advance(task)
     _print_ladder(out / "records" / f"{paths[-1].stem}.json")
+
+
+def _load_torch() -> None:
+    """torch drops an interrupt that comes while it imports numpy, so numpy comes first."""
+    import numpy  # noqa: F401
+    import torch  # noqa: F401
 
 
 def _print_ladder(path: Path) -> None:

@@ -76,7 +76,7 @@ class Metrics:
     @property
     def sentence(self) -> str:
         """Where the GPU waits, and so which stage limits the run, in one sentence."""
-        if not self.busy:
+        if not (self.busy or self.idle):
             return "There is no kernel in this timeline."
         head = f"The GPU computes {self.busy:.0%} of the time"
         if self.busy >= _BUSY_ENOUGH:
@@ -99,7 +99,7 @@ def summarize(timeline: Timeline, window: tuple[float, float] | None = None) -> 
     hosts = Times(innermost([span for span in spans if span.lane == "host"]))
     seconds = end - start
     idle, gaps = Counter(), []
-    for gap in compute.gaps(start, end):
+    for gap in compute.gaps(start, end) if timeline.lane("compute") else ():
         if gap[1] - gap[0] < GAP_S:
             idle["between kernels"] += gap[1] - gap[0]
             continue
@@ -135,8 +135,11 @@ def _blame(gap, hosts: "Times", copy: "Times", upload: "Times") -> tuple[Counter
             uploading = upload.seconds(*rest)
             shares["upload"] += uploading
             shares[name] += rest[1] - rest[0] - uploading
-    longest = max(marked, key=lambda piece: piece[1] - piece[0], default=(0, 0, None))
-    return Counter({name: seconds for name, seconds in shares.items() if seconds > 0}), longest[2]
+    of_host: dict[Span, float] = {}
+    for start, end, span in marked:
+        of_host[span] = of_host.get(span, 0.0) + end - start
+    longest = max(of_host, key=of_host.get, default=None)
+    return Counter({name: seconds for name, seconds in shares.items() if seconds > 0}), longest
 
 
 def _copies(spans: list[Span], start: float, end: float) -> list[Copies]:
@@ -202,9 +205,10 @@ class Times:
 def metrics_table(found: Metrics):
     """Metrics as a rich table: what the GPU did, what it waited for, copies, stages, gaps."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=found.title, title_justify="left", box=box.SIMPLE, padding=(0, 1))
+    table = Table(title=escape(found.title), title_justify="left", box=box.SIMPLE, padding=(0, 1))
     table.add_column("")
     for name in ("ms", "ms a batch", "share"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -213,7 +217,7 @@ def metrics_table(found: Metrics):
     def row(name: str, seconds: float, more: str = "", each: bool = True) -> None:
         share = f"{seconds / found.seconds:.1%}" if found.seconds else ""
         per_batch = f"{seconds / found.batches * 1e3:,.2f}" if each and found.batches else ""
-        table.add_row(name, f"{seconds * 1e3:,.1f}", per_batch, share, more)
+        table.add_row(escape(name), f"{seconds * 1e3:,.1f}", per_batch, share, escape(more))
 
     row("GPU computes", found.busy * found.seconds)
     for cause, seconds in sorted(found.idle.items(), key=lambda item: -item[1]):

@@ -10,16 +10,17 @@ import contextlib
 import sqlite3
 from collections import Counter
 from pathlib import Path
+from types import NoneType
 
 from .errors import LabError
-from .timeline import Launched, Span, Timeline, with_batches
+from .timeline import Launched, Span, Timeline, clean, whole, with_batches
 
 _RANGES = (59, 60)  # NvtxPushPopRange, NvtxStartEndRange
 _TO_DEVICE, _TO_HOST = 1, 2  # ENUM_CUDA_MEMCPY_OPER
 _PAGEABLE, _PINNED = 0, 1  # ENUM_CUDA_MEM_KIND
 _PROCESS = ~0xFFFFFF  # a globalTid without its lowest 24 bits, the thread, is its globalPid
 _ROWS_LIMIT = 2_000_000  # of one table: more would take gigabytes and minutes
-_NAME_LIMIT = 200
+_TEXTS = {"text", "value", "name", "shortName"}  # columns that need not be whole numbers
 
 
 def read_nsight(path: Path) -> Timeline:
@@ -81,11 +82,14 @@ class _Report:
         columns = "start", "end", "correlationId", "globalPid"
         kernels = self._rows("CUPTI_ACTIVITY_KIND_KERNEL", *columns, "shortName")
         sets = self._rows("CUPTI_ACTIVITY_KIND_MEMSET", *columns)
+        # Instead of its kernels, unless nsys was told --cuda-graph-trace=node.
+        graphs = self._rows("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", *columns)
         return [
             _launched("compute", name, row, queued)
             for *row, name in [
                 *((*row, self._name(name, "kernel")) for *row, name in kernels),
                 *((*row, "memset") for row in sets),
+                *((*row, "CUDA graph") for row in graphs),
             ]
         ]
 
@@ -100,7 +104,7 @@ class _Report:
                 continue
             lane, host = ("upload", source) if kind == _TO_DEVICE else ("copy", target)
             pinned = {_PAGEABLE: False, _PINNED: True}.get(host)
-            found.append(_launched(lane, lane, row, queued, nbytes, pinned))
+            found.append(_launched(lane, lane, row, queued, whole(nbytes), pinned))
         return found
 
     def _ranges(self) -> list[tuple[Span, int]]:
@@ -109,30 +113,33 @@ class _Report:
             "NVTX_EVENTS", "start", "end", "eventType", "globalTid", "text", "textId", "int64Value"
         )
         return [
-            (Span("", self._name(text or number, "range"), *_seconds(start, end), batch), tid)
+            (
+                Span("", self._name(text or number, "range"), *_seconds(start, end), whole(batch)),
+                tid,
+            )
             for start, end, kind, tid, text, number, batch in rows
             if kind in _RANGES and end is not None and tid is not None
         ]
 
     def _name(self, value, otherwise: str) -> str:
         name = self._names.get(value) if isinstance(value, int) else value
-        return str(name)[:_NAME_LIMIT] if name else otherwise
+        return clean(name) if name else otherwise
 
     def _gpu(self) -> str:
         names = [name for (name,) in self._rows("TARGET_INFO_GPU", "name") if name]
-        return str(names[0])[:_NAME_LIMIT] if names else "a GPU that the report does not name"
+        return clean(names[0]) if names else "a GPU that the report does not name"
 
     def _versions(self) -> dict:
         stated = dict(self._rows("META_DATA_EXPORT", "name", "value"))
         version = stated.get("EXPORT_PRODUCT_VERSION")
-        return {"Nsight Systems": str(version)[:_NAME_LIMIT]} if version else {}
+        return {"Nsight Systems": clean(version)} if version else {}
 
     def _rows(self, table: str, *columns: str) -> list[tuple]:
         """All rows of a table, None for a column that it lacks; none if there is no such table."""
         if table not in self._tables:
             return []
         present = {row[1] for row in self._database.execute(f"PRAGMA table_info({table})")}
-        wanted = ", ".join(f'"{name}"' if name in present else "NULL" for name in columns)
+        wanted = ", ".join(_column(name) if name in present else "NULL" for name in columns)
         rows = self._database.execute(f"SELECT {wanted} FROM {table} LIMIT {_ROWS_LIMIT + 1}")
         rows = rows.fetchall()
         if len(rows) > _ROWS_LIMIT:
@@ -140,7 +147,18 @@ class _Report:
                 f"{str(self._path)!r} has more than {_ROWS_LIMIT:,} rows in {table}: "
                 "record fewer batches"
             )
+        for place, name in enumerate(columns):
+            if name not in _TEXTS:
+                for row in rows:
+                    if type(row[place]) not in (int, NoneType):
+                        value = str(row[place])[:30]
+                        raise LabError(f"{name} is {value} in {table}: this report is damaged")
         return rows
+
+
+def _column(name: str) -> str:
+    """How to ask for it: of a text no more than a name needs."""
+    return f'substr("{name}", 1, 2000)' if name in ("text", "value", "name") else f'"{name}"'
 
 
 def _launched(lane, name, row, queued, nbytes=None, pinned=None) -> Launched:

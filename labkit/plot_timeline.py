@@ -7,8 +7,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from .errors import LabError
 from .metrics import Metrics, summarize
-from .timeline import Span, Timeline
+from .timeline import DEVICE_LANES, Span, Timeline, innermost
 
 # After Okabe and Ito, whom colour-blind readers can tell apart: https://jfly.uni-koeln.de/color/
 # Their lightness differs too, for print in grey. On dark ground they are lighter.
@@ -41,6 +42,8 @@ def plot_timelines(*timelines: Timeline, batches: int = 3, dark: bool = False) -
     What is shown lies in the steady state. Bars carry their batch's number where there is room;
     white bars are waits. The figure's label is its text alternative.
     """
+    if not timelines:
+        raise LabError("nothing to draw: give at least one timeline")
     colours = _DARK if dark else _LIGHT
     start, end = timelines[0].first_batches(batches)
     length = (end - start) or 1e-3
@@ -90,7 +93,12 @@ def _describe(timeline: Timeline, found: Metrics) -> str:
 
 def _lanes(timeline: Timeline, window: tuple[float, float]) -> dict[str, list[_Bar]]:
     """What to draw of each lane; workers that do nothing in `window` are left out."""
-    lanes = {lane: _bars(timeline.lane(lane), *window) for lane in timeline.lanes}
+    lanes = {}
+    for lane in timeline.lanes:
+        spans = [s for s in timeline.lane(lane) if s.start < window[1] and s.end > window[0]]
+        if lane not in DEVICE_LANES.values():  # ranges may lie in each other: the inner ones win
+            spans = [span._replace(start=a, end=b) for a, b, span in innermost(spans)]
+        lanes[lane] = _bars(spans, *window)
     return {lane: bars for lane, bars in lanes.items() if bars or not _is_worker(lane)}
 
 
@@ -105,7 +113,7 @@ def _draw(
         low, thickness = top + 0.12 * height, 0.76 * height
         if lane == "compute":
             axes.broken_barh([(0, width)], (low, thickness), facecolors=colours["idle"])
-        for stage in {bar.stage for bar in bars}:
+        for stage in [stage for stage in _STAGES if any(bar.stage == stage for bar in bars)]:
             pieces = [(b.start * 1e3, (b.end - b.start) * 1e3) for b in bars if b.stage == stage]
             edge = colours["ink"] if stage == "wait" else colours["ground"]
             # A thin bar would be all edge.
@@ -122,7 +130,7 @@ def _draw(
     axes.set_ylim(top or _LANE_IN, 0)
     axes.set_xlim(0, width)
     places = [sum(places) / len(places) for places in middles.values()]
-    axes.set_yticks(places, list(middles), fontsize=9)
+    axes.set_yticks(places, list(middles), fontsize=9, parse_math=False)
     axes.set_facecolor(colours["ground"])
     axes.tick_params(colors=colours["ink"], length=0, axis="y")
     axes.tick_params(colors=colours["ink"], axis="x", labelsize=9)
@@ -132,7 +140,7 @@ def _draw(
     axes.set_axisbelow(True)
     strategy, _, rest = timeline.title().partition(" - ")
     title = f"{strategy}: the GPU computes {busy:.0%} of the time\n{rest}"
-    axes.set_title(title, fontsize=10, loc="left", color=colours["ink"])
+    axes.set_title(title, fontsize=10, loc="left", color=colours["ink"], parse_math=False)
 
 
 def _lane_name(lane: str, lanes: dict, timeline: Timeline) -> str:

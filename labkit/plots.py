@@ -1,8 +1,9 @@
-"""The ladder, drawn from a record and nothing else."""
+"""The ladder, and predictions beside it, drawn from a record and nothing else."""
 
 from matplotlib.figure import Figure
 
-from .results import is_right, speedup, title
+from .errors import LabError
+from .results import is_right, prediction_error, speedup, title
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart:
 # https://jfly.uni-koeln.de/color/
@@ -51,6 +52,56 @@ def plot_ladder(record: dict) -> Figure:
     axes.set_title(f"{head}\n{where}", fontsize=10, loc="left")
     figure.set_label(describe_ladder(record))
     return figure
+
+
+def plot_predictions(record: dict) -> Figure:
+    """What was measured, as bars with their spread, and what was predicted before, as marks.
+
+    Strategies without a prediction are left out. The figure's label is its text alternative.
+    """
+    rows = _predicted(record)
+    figure = Figure(figsize=(8, 1.5 + 0.55 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    widest = max(max(row["spread"][1], row["predicted_samples_per_s"]) for row in rows)
+    for place, row in enumerate(rows):
+        rate, predicted = row["samples_per_s"], row["predicted_samples_per_s"]
+        low, high = row["spread"]
+        axes.barh(
+            place, rate, height=0.6, color=_BAR,
+            xerr=[[rate - low], [high - rate]],
+            error_kw={"ecolor": "black", "capsize": 3, "lw": 1},
+        )  # fmt: skip
+        axes.plot(
+            [predicted, predicted], [place - 0.42, place + 0.42], color=_CEILING, lw=3,
+        )  # fmt: skip
+        label = f"{rate:,.0f} measured, {predicted:,.0f} predicted ({prediction_error(row):+.1%})"
+        axes.text(max(high, predicted) + 0.015 * widest, place, label, va="center", fontsize=9)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, 1.65 * widest)
+    axes.set_xlabel("samples per second (bar: measured, whisker: all runs; line: predicted before)")
+    axes.spines[["top", "right"]].set_visible(False)
+    head, _, where = title(record).partition(" - ")
+    axes.set_title(f"{head}\n{where}", fontsize=10, loc="left")
+    figure.set_label(describe_predictions(record))
+    return figure
+
+
+def describe_predictions(record: dict) -> str:
+    """What the figure of predictions shows, in words."""
+    parts = [
+        f"{row['name']} {row['samples_per_s']:,.0f} samples/s measured, "
+        f"{row['predicted_samples_per_s']:,.0f} predicted ({prediction_error(row):+.1%})"
+        for row in _predicted(record)
+    ]
+    return f"Bar chart. {title(record)}. {'; '.join(parts)}."
+
+
+def _predicted(record: dict) -> list[dict]:
+    rows = [row for row in record["strategies"] if row["predicted_samples_per_s"] is not None]
+    if not rows:
+        raise LabError("this record has no predictions: give measure() what predict_all() returned")
+    return rows
 
 
 def describe_ladder(record: dict) -> str:

@@ -53,16 +53,28 @@ def get_preset(name: str, device_kind: str, **changes: int | None) -> Preset:
     preset = PRESETS[name]
     changes = {key: value for key, value in changes.items() if value is not None}
     for key, value in changes.items():
-        check_count(key, value)
-    if "batches" in changes:
-        missing = preset.batches * preset.batch - preset.samples  # from a full last batch
-        changes["samples"] = changes.pop("batches") * preset.batch - missing
+        if key == "model":
+            check_model(value)
+        else:
+            check_count(key, value)
+    if "batches" in changes or "batch" in changes:
+        # From a full last batch as many are missing as before, if it can be.
+        missing = preset.batches * preset.batch - preset.samples
+        batch, batches = changes.get("batch", preset.batch), changes.pop("batches", preset.batches)
+        changes["samples"] = batches * batch - min(missing, batch - 1)
     unknown = changes.keys() - {field.name for field in fields(Preset)}
     if unknown:
         raise LabError(f"a preset has no field {sorted(unknown)[0]!r}")
     preset = replace(preset, **changes)
     check_depth(preset.depth, preset.slots)
     return preset
+
+
+def check_model(name: str) -> str:
+    """`name`, or a LabError when the labs have no such model."""
+    if name not in MODELS:
+        raise LabError(f"unknown model {name!r}: choose {', '.join(MODELS)}")
+    return name
 
 
 def check_count(name: str, value: int) -> int:

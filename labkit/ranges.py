@@ -49,6 +49,9 @@ class annotate:
         self.name, self.batch, self.bytes = name, batch, bytes
 
     def __enter__(self) -> "annotate":
+        self._listener = _thread.listener
+        if self._listener is not None:
+            self._began = self._listener.begin(self)
         if _domain is not None:
             attributes = _domain.get_event_attributes(message=self.name, payload=self.batch)
             _domain.push_range(attributes)
@@ -56,18 +59,15 @@ class annotate:
         if _profiler_enabled():
             self._profiled = torch.profiler.record_function(self.name)
             self._profiled.__enter__()
-        self._listener = _thread.listener
-        if self._listener is not None:
-            self._began = self._listener.begin(self)
         return self
 
     def __exit__(self, *error) -> None:
-        if self._listener is not None:
-            self._listener.end(self, self._began)
         if self._profiled is not None:
             self._profiled.__exit__(*error)
         if _domain is not None:
             _domain.pop_range()
+        if self._listener is not None:
+            self._listener.end(self, self._began)
 
 
 class Listener:

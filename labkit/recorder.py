@@ -7,6 +7,7 @@ emulated device from its engines.
 
 import time
 
+from .errors import LabError
 from .hardware import describe_host, device_entry
 from .ranges import Listener, annotate, listen
 from .timeline import DEVICE_LANES, Launched, Span, Timeline, with_batches
@@ -29,6 +30,8 @@ class Recorder(Listener):
         self._launched: list[Launched] = []
 
     def __enter__(self) -> "Recorder":
+        if self._device.kind == "emulated" and self._device.operations is not None:
+            raise LabError("this device is being recorded already: one Recorder at a time")
         self._device.synchronize()
         if self._with_events:
             self._zero = self._record_event()
@@ -42,9 +45,12 @@ class Recorder(Listener):
 
     def __exit__(self, *error) -> None:
         self._listening.__exit__(*error)
-        self._device.synchronize()
+        try:
+            self._device.synchronize()
+        finally:
+            if self._device.kind == "emulated":
+                operations, self._device.operations = self._device.operations, None
         if self._device.kind == "emulated":
-            operations, self._device.operations = self._device.operations, None
             for engine, start, end, queued, bytes, pinned in operations:
                 name = next(stage for stage, lane in DEVICE_LANES.items() if lane == engine)
                 span = Span(engine, name, start, end, None, bytes, pinned)

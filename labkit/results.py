@@ -10,60 +10,63 @@ from pathlib import Path
 from .errors import LabError
 from .hardware import describe_device, describe_host, device_entry
 
-_NUMBER = {"type": "number", "exclusiveMinimum": 0, "maximum": 1e15}
-_COUNT = {"type": "integer", "minimum": 0, "maximum": 10**9}
-_TEXT = {"type": "string", "maxLength": 500}
+NUMBER = {"type": "number", "exclusiveMinimum": 0, "maximum": 1e15}
+COUNT = {"type": "integer", "minimum": 0, "maximum": 10**9}
+TEXT = {"type": "string", "maxLength": 500}
 
 
-def _object(**properties) -> dict:
+def object_schema(**properties) -> dict:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-SCHEMA = _object(
+DEVICE = object_schema(
+    kind={"enum": ["cuda", "emulated", "predicted"]},
+    name=TEXT,
+    profile={"type": ["string", "null"], "maxLength": 100},
+)
+HOST = object_schema(cores=COUNT, python=TEXT, torch=TEXT, torchvision=TEXT)
+JOB = object_schema(
+    model=TEXT,
+    preset=TEXT,
+    batch=COUNT,
+    image=COUNT,
+    dtype=TEXT,
+    output_bytes=COUNT,
+    batches=COUNT,
+    samples=COUNT,
+    process=TEXT,
+)
+SCHEMA = object_schema(
     schema={"const": 1},
-    created=_TEXT,
-    device=_object(
-        kind={"enum": ["cuda", "emulated", "predicted"]},
-        name=_TEXT,
-        profile={"type": ["string", "null"], "maxLength": 100},
-    ),
-    host=_object(cores=_COUNT, python=_TEXT, torch=_TEXT, torchvision=_TEXT),
-    job=_object(
-        model=_TEXT,
-        preset=_TEXT,
-        batch=_COUNT,
-        image=_COUNT,
-        dtype=_TEXT,
-        output_bytes=_COUNT,
-        batches=_COUNT,
-        samples=_COUNT,
-        process=_TEXT,
-    ),  # fmt: skip
-    ceiling=_object(
-        samples_per_s=_NUMBER,
+    created=TEXT,
+    device=DEVICE,
+    host=HOST,
+    job=JOB,
+    ceiling=object_schema(
+        samples_per_s=NUMBER,
         limited_by={"enum": ["forward", "copy", "process"]},
-        forward_s=_NUMBER,
-        copy_s=_NUMBER,
-        slot_copy_s=_NUMBER,
-        process_s=_NUMBER,
-        pinned_gbps=_NUMBER,
-        slot_gbps=_NUMBER,
+        forward_s=NUMBER,
+        copy_s=NUMBER,
+        slot_copy_s=NUMBER,
+        process_s=NUMBER,
+        pinned_gbps=NUMBER,
+        slot_gbps=NUMBER,
     ),
     strategies={
         "type": "array",
         "minItems": 1,
         "maxItems": 100,
-        "items": _object(
-            name=_TEXT,
-            samples_per_s=_NUMBER,
-            spread={"type": "array", "items": _NUMBER, "minItems": 2, "maxItems": 2},
-            batches=_COUNT,
-            digest=_TEXT,
-            gpu_busy=_NUMBER,
-            predicted_samples_per_s={**_NUMBER, "type": ["number", "null"]},
-            workers=_COUNT,
-            slots=_COUNT,
-            depth=_COUNT,
+        "items": object_schema(
+            name=TEXT,
+            samples_per_s=NUMBER,
+            spread={"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 2},
+            batches=COUNT,
+            digest=TEXT,
+            gpu_busy=NUMBER,
+            predicted_samples_per_s={**NUMBER, "type": ["number", "null"]},
+            workers=COUNT,
+            slots=COUNT,
+            depth=COUNT,
         ),
     },
 )
@@ -75,6 +78,11 @@ def make_record(job, preset, ceiling: dict, strategies: list[dict]) -> dict:
 
     `gpu_busy` is the share of the run that the forwards would take alone.
     """
+    return {**stamp(job, preset), "ceiling": ceiling, "strategies": strategies}
+
+
+def stamp(job, preset) -> dict:
+    """The parts of a record that say when, on what, and of which job it is."""
     process = job.process
     while isinstance(process, functools.partial):
         process = process.func
@@ -94,8 +102,6 @@ def make_record(job, preset, ceiling: dict, strategies: list[dict]) -> dict:
             "samples": job.samples,
             "process": process.__name__,
         },
-        "ceiling": ceiling,
-        "strategies": strategies,
     }
 
 
@@ -137,6 +143,16 @@ def _partial(path: Path) -> Path:
 
 def load_record(path: str | Path) -> dict:
     """Read and check a record. Raises LabError in one line for anything that is not one."""
+    record = load_json(path, SCHEMA, "record")
+    for row in record["strategies"]:
+        low, high = row["spread"]
+        if not low <= row["samples_per_s"] <= high:
+            raise LabError(f"{str(path)!r} is not a record: a rate lies outside its spread")
+    return record
+
+
+def load_json(path: str | Path, schema: dict, what: str) -> dict:
+    """Read a JSON file of ours and check it. Raises LabError in one line, naming it `what`."""
     import jsonschema
 
     path = Path(path)
@@ -144,21 +160,17 @@ def load_record(path: str | Path) -> dict:
         if path.exists() and not path.is_file():
             raise LabError(f"{str(path)!r} is not a file")
         if path.stat().st_size > _SIZE_LIMIT_BYTES:
-            raise LabError(f"{str(path)!r} is too large for a record")
-        record = json.loads(path.read_text(), parse_constant=_refuse)
-        jsonschema.validate(record, SCHEMA)
-        for row in record["strategies"]:
-            low, high = row["spread"]
-            if not low <= row["samples_per_s"] <= high:
-                raise LabError(f"{str(path)!r} is not a record: a rate lies outside its spread")
+            raise LabError(f"{str(path)!r} is too large for a {what}")
+        content = json.loads(path.read_text(), parse_constant=_refuse)
+        jsonschema.validate(content, schema)
     except OSError as error:
-        raise LabError(f"cannot read the record {str(path)!r}: {error.strerror}") from None
+        raise LabError(f"cannot read the {what} {str(path)!r}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise LabError(f"{str(path)!r} is not JSON: {type(error).__name__}") from None
     except jsonschema.ValidationError as error:
         where = "/".join(map(str, error.absolute_path)) or "top level"
-        raise LabError(f"{str(path)!r} is not a record: {error.message[:200]} at {where}") from None
-    return record
+        raise LabError(f"{str(path)!r} is not a {what}: {error.message[:200]} at {where}") from None
+    return content
 
 
 def _refuse(constant: str):
@@ -211,7 +223,10 @@ def ladder_table(record: dict):
     ceiling = record["ceiling"]["samples_per_s"]
     table = Table(title=title(record), title_justify="left", box=box.SIMPLE, padding=(0, 1))
     table.add_column("strategy", no_wrap=True)
-    for name in ("samples/s", "min to max", "gain", "of ceiling", "busy"):
+    # The share that the forwards would take, or what was predicted: both are too wide for a screen.
+    foreseen = any(row["predicted_samples_per_s"] for row in record["strategies"])
+    last = "predicted" if foreseen else "busy"
+    for name in ("samples/s", "min to max", "gain", "of ceiling", last):
         table.add_column(name, justify="right", no_wrap=True)
     for row in record["strategies"]:
         times = speedup(record, row)
@@ -223,11 +238,21 @@ def ladder_table(record: dict):
             f"{_rate(low)} to {_rate(high)}",
             "wrong" if not right else "" if times is None else f"{times:.2f}x",
             f"{row['samples_per_s'] / ceiling:.0%}" if right else "",
-            f"{row['gpu_busy']:.0%}",
+            _foreseen(row) if foreseen else f"{row['gpu_busy']:.0%}",
         )
     table.add_section()
     table.add_row(f"ceiling: {record['ceiling']['limited_by']}", _rate(ceiling))
     return table
+
+
+def _foreseen(row: dict) -> str:
+    rate = row["predicted_samples_per_s"]
+    return "" if rate is None else f"{_rate(rate)} {prediction_error(row):+.0%}"
+
+
+def prediction_error(row: dict) -> float:
+    """By what share the prediction was too high."""
+    return row["predicted_samples_per_s"] / row["samples_per_s"] - 1
 
 
 def _rate(samples_per_s: float) -> str:

@@ -11,6 +11,8 @@ A lane is something that does one thing at a time: `host` (the main loop), `comp
 and `copy` (the device's engines: kernels, copies to it, copies from it), `worker 0` and so on.
 """
 
+import math
+import operator
 import re
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from .hardware import describe_device
 DEVICE_LANES = {"forward": "compute", "upload": "upload", "copy": "copy"}
 # A device's lane does one stage's work, whatever its kernels are called.
 _STAGES = {lane: stage for stage, lane in DEVICE_LANES.items()}
+_NAME_LIMIT = 200
 _ORDER = ("host", "compute", "upload", "copy")
 
 
@@ -69,6 +72,9 @@ class Timeline:
         if spans and (zero := spans[0].start) != 0:
             spans = [Span(s[0], s[1], s.start - zero, s.end - zero, *s[4:]) for s in spans]
         self.spans = spans
+        self._lanes: dict[str, list[Span]] = {}
+        for span in spans:
+            self._lanes.setdefault(span.lane, []).append(span)
 
     @property
     def end(self) -> float:
@@ -78,10 +84,10 @@ class Timeline:
     @property
     def lanes(self) -> list[str]:
         """The lanes in the order in which they are drawn: the host, the device, the workers."""
-        return sorted({span.lane for span in self.spans}, key=_lane_order)
+        return sorted(self._lanes, key=_lane_order)
 
     def lane(self, name: str) -> list[Span]:
-        return [span for span in self.spans if span.lane == name]
+        return self._lanes.get(name, [])
 
     def steady(self) -> tuple[float, float]:
         """Start and end of the steady state: the middle half, from a copy's end to another's.
@@ -120,7 +126,7 @@ def _lane_order(lane: str) -> tuple:
 
 def innermost(spans: list[Span]) -> list[tuple[float, float, Span]]:
     """Pieces (start, end, span) that do not overlap, in order: of nested spans the inner one."""
-    pieces, open_spans, at = [], [], 0.0
+    pieces, open_spans, at = [], [], -math.inf
 
     def advance(to: float) -> None:
         nonlocal at
@@ -140,6 +146,20 @@ def innermost(spans: list[Span]) -> list[tuple[float, float, Span]]:
     return pieces
 
 
+def clean(name) -> str:
+    """A name from a file, so short and so plain that it can be printed and drawn."""
+    return str(name).encode("utf-8", "replace").decode()[:_NAME_LIMIT]
+
+
+def whole(value) -> int | None:
+    """A batch's number or a count of bytes, as a whole number; None for anything else."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return None
+    return number if 0 <= number < 2**62 and not isinstance(value, bool) else None
+
+
 class Launched(NamedTuple):
     """A device's span, and when the host queued it (None if the source does not say)."""
 
@@ -148,8 +168,10 @@ class Launched(NamedTuple):
 
 
 def with_batches(launched: list[Launched], host: list[Span]) -> list[Span]:
-    """The device's spans, each with the batch of the host's range that queued it."""
-    pieces = innermost(host)
+    """The device's spans, each with the batch of the host's range that queued it.
+
+    Of ranges in each other, the inner one that has a batch."""
+    pieces = innermost([span for span in host if span.batch is not None])
     starts = [start for start, _, _ in pieces]
     spans = []
     for span, queued in launched:

@@ -24,14 +24,18 @@ _PARTS_WITH_SLOTS = {"pool", "pinned_pool"}
 
 
 def measure(
-    job: Job, strategies: Iterable[Callable], preset: Preset, progress=lambda step: None
+    job: Job,
+    strategies: Iterable[Callable],
+    preset: Preset,
+    predictions: dict | None = None,
+    progress=lambda step: None,
 ) -> dict:
     """Time `strategies` on `job` and return the record (see results.py).
 
     Each runs `preset.repeats` times after a warm-up that covers every shape. The ceiling is
-    measured first. `progress` is called with a few words before each step. Raises WorkerError
-    when a batch fails, LabError when a strategy gives other results in one repeat than in the
-    next.
+    measured first. `predictions`, from `predict_all`, go into the record beside what is measured.
+    `progress` is called with a few words before each step. Raises WorkerError when a batch
+    fails, LabError when a strategy gives other results in one repeat than in the next.
     """
     strategies = list(strategies)
     workers = preset.workers or default_workers()
@@ -66,7 +70,11 @@ def measure(
                 "batches": job.count,
                 "digest": digests.pop(),
                 "gpu_busy": round(busy, 4),
-                "predicted_samples_per_s": None,
+                "predicted_samples_per_s": (
+                    round(predictions[name].samples_per_s, 3)
+                    if predictions and name in predictions
+                    else None
+                ),
                 "workers": workers if "workers" in parts else 0,
                 "slots": preset.slots if parts.keys() & _PARTS_WITH_SLOTS else 0,
                 "depth": preset.depth if "depth" in parts else 0,

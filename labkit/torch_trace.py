@@ -9,12 +9,11 @@ from collections import Counter
 from functools import lru_cache
 
 from .errors import LabError
-from .timeline import Launched, Span, Timeline, with_batches
+from .timeline import Launched, Span, Timeline, clean, whole, with_batches
 
 _CALLS = {"cuda_runtime", "cuda_driver"}
 _WANTED = {"kernel", "gpu_memset", "gpu_memcpy", "user_annotation", *_CALLS}
 _LANES = {"DtoH": "copy", "HtoD": "upload"}
-_NAME_LIMIT = 200
 _US_LIMIT = 1e18
 
 
@@ -25,8 +24,10 @@ def read_torch_trace(trace: dict) -> Timeline:
     """
     found = {category: [] for category in _WANTED}
     for event in trace["traceEvents"]:
-        if isinstance(event, dict) and event.get("ph") == "X" and event.get("cat") in _WANTED:
-            found[event["cat"]].append(event)
+        if isinstance(event, dict) and event.get("ph") == "X":
+            category = event.get("cat")
+            if isinstance(category, str) and category in found:
+                found[category].append(event)
     calls = [event for category in _CALLS for event in found[category]]
     queued = {_argument(call, "correlation"): _times(call)[0] for call in calls}
     queued.pop(None, None)
@@ -65,7 +66,7 @@ def _ranges(events: list[dict], calls: Counter) -> list[Span]:
     for event in sorted(events, key=_times):
         name, lane = _name(event), lanes[_thread(event)]
         if not name.startswith("ProfilerStep"):  # the profiler's own, around everything
-            spans.append(Span(lane, name, *_times(event), seen[lane, name]))
+            spans.append(Span(lane, clean(name), *_times(event), seen[lane, name]))
             seen[lane, name] += 1
     return spans
 
@@ -78,7 +79,7 @@ def _copy(event: dict, queued: dict) -> Launched:
         return _launched("compute", "memcpy on the device", event, queued)
     pinned = True if "Pinned" in name else False if "Pageable" in name else None
     nbytes = _argument(event, "bytes")
-    return _launched(lane, lane, event, queued, nbytes if isinstance(nbytes, int) else None, pinned)
+    return _launched(lane, lane, event, queued, whole(nbytes), pinned)
 
 
 def _launched(lane, name, event, queued, nbytes=None, pinned=None) -> Launched:
@@ -97,7 +98,7 @@ def _thread(event: dict) -> tuple:
 
 
 def _name(event: dict) -> str:
-    return str(event.get("name"))[:2000]
+    return str(event.get("name"))[:2000]  # of a kernel: shortened further
 
 
 def _times(event: dict) -> tuple[float, float]:
@@ -114,11 +115,11 @@ def _times(event: dict) -> tuple[float, float]:
 def _short(kernel: str) -> str:
     """`void ns::name<float, 4>(float*)` as `name`."""
     plain = re.sub(r"^void |\(anonymous namespace\)::", "", kernel)
-    return re.split(r"[<(]", plain, maxsplit=1)[0].split("::")[-1].strip()[:_NAME_LIMIT] or "kernel"
+    return clean(re.split(r"[<(]", plain, maxsplit=1)[0].split("::")[-1].strip()) or "kernel"
 
 
 def _gpu(trace: dict) -> str:
     properties = trace.get("deviceProperties")
     first = properties[0] if isinstance(properties, list) and properties else None
     name = first.get("name") if isinstance(first, dict) else None
-    return str(name)[:_NAME_LIMIT] if name else "a GPU that the trace does not name"
+    return clean(name) if name else "a GPU that the trace does not name"

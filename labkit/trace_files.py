@@ -14,10 +14,11 @@ from pathlib import Path
 
 from .errors import LabError
 from .nsight import read_nsight
-from .timeline import Span, Timeline
+from .timeline import Span, Timeline, clean, whole
 from .torch_trace import read_torch_trace
 
-_SIZE_LIMIT_BYTES = 2**28  # of a JSON file: a longer one takes gigabytes to parse
+_SIZE_LIMIT_BYTES = 2**27  # of a JSON file: a longer one takes gigabytes to parse
+_LANES_LIMIT = 1000
 _SPANS_LIMIT = 2_000_000
 _NS_LIMIT = 10**15  # eleven days
 _SHIPPED = Path(__file__).parent.parent / "figures" / "traces"
@@ -51,8 +52,9 @@ def _load(path: Path) -> Timeline:
         size = path.stat().st_size
         with path.open("rb") as file:
             head = file.read(16)
-    except OSError as error:
-        raise LabError(f"cannot read the trace {str(path)!r}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a null in it
+        reason = getattr(error, "strerror", error)
+        raise LabError(f"cannot read the trace {str(path)!r}: {reason}") from None
     if size == 0:
         raise LabError(f"the trace {str(path)!r} is empty")
     if head == b"SQLite format 3\0":
@@ -97,19 +99,21 @@ def shipped_timeline(strategy: str, tool: str = "nsys") -> Timeline:
 
 def save_timeline(timeline: Timeline, path: str | Path) -> Path:
     """Write `timeline` as compact JSON, which `load_timeline` reads; columns, times in ns."""
-    names = sorted({span.name for span in timeline.spans})
+    names = sorted({clean(span.name) for span in timeline.spans})
     number = {name: place for place, name in enumerate(names)}
     lanes = []
     for lane in timeline.lanes:
         spans = timeline.lane(lane)
         columns = {
             "lane": lane,
-            "name": [number[span.name] for span in spans],
+            "name": [number[clean(span.name)] for span in spans],
             "start_ns": [round(span.start * 1e9) for span in spans],
             "duration_ns": [round(span.seconds * 1e9) for span in spans],
         }
         for column in ("batch", "bytes", "pinned"):
             values = [getattr(span, column) for span in spans]
+            if column != "pinned":
+                values = [whole(value) for value in values]
             if any(value is not None for value in values):
                 columns[column] = values
         lanes.append(columns)
@@ -117,8 +121,8 @@ def save_timeline(timeline: Timeline, path: str | Path) -> Path:
         "labkit_timeline": 1,
         "source": timeline.source,
         "device": timeline.device,
-        "strategy": timeline.strategy,
-        "job": timeline.job,
+        "strategy": clean(timeline.strategy),
+        "job": clean(timeline.job),
         "versions": timeline.versions,
         "notes": timeline.notes,
         "names": names,
@@ -143,6 +147,7 @@ def _from_compact(content: dict) -> Timeline:
         and isinstance(names, list)
         and all(isinstance(name, str) and len(name) <= 500 for name in names)
         and isinstance(lanes, list)
+        and len(lanes) <= _LANES_LIMIT
     ):
         raise LabError("its description is damaged")
     spans = []
@@ -215,15 +220,16 @@ def export_perfetto(timeline: Timeline, path: str | Path) -> Path:
 
 def _write(content: dict, path: str | Path) -> Path:
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
         partial.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError, ValueError, NameError):
             partial.unlink()
-        raise LabError(f"cannot write the trace {str(path)!r}: {error.strerror}") from None
+        reason = getattr(error, "strerror", error)
+        raise LabError(f"cannot write the trace {str(path)!r}: {reason}") from None
     return path
 
 

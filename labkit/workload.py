@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 
 from .errors import LabError
 from .job import Job
-from .presets import MODELS, Preset
+from .presets import Preset, check_model
 
 # Photographs among the samples in scikit-image's wheel; its other ones are drawings and scans.
 _SAMPLES = ("astronaut.png", "chelsea.png", "coffee.png", "hubble_deep_field.jpg",
@@ -75,9 +75,7 @@ def build_model(name: str, weights: str = "random") -> Segmenter:
     """
     from torchvision.models import segmentation
 
-    if name not in MODELS:
-        raise LabError(f"unknown model {name!r}: choose {', '.join(MODELS)}")
-    build = getattr(segmentation, name)
+    build = getattr(segmentation, check_model(name))
     if weights == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

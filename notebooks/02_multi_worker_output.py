@@ -81,10 +81,30 @@ except labkit.LabError as error:
     print(error)
 
 # %% [markdown]
+# ## Predict, then measure
+#
+# From here on every lab says beforehand what its step will bring. Write down your own guess
+# first: how many samples per second, and which stage will be the slowest?
+#
+# `labkit.calibrate` times each stage of the job by itself, and beside the stages that it can
+# meet: a copy takes longer while workers use the same memory. It runs no strategy.
+# `labkit.predict_all` then runs the strategies above, as they are written, on a machine whose
+# clock is calculated from these times.
+
+# %%
+costs = labkit.calibrate(job, size)
+labkit.costs_table(costs)
+
+# %%
+predictions = labkit.predict_all([sequential, multi_worker], costs, size)
+labkit.save_predictions(predictions, f"{results_dir}/records/02_predicted.json")
+labkit.prediction_table(predictions, costs)
+
+# %% [markdown]
 # ## The run
 
 # %%
-record = labkit.measure(job, [sequential, multi_worker], size)
+record = labkit.measure(job, [sequential, multi_worker], size, predictions)
 labkit.save_record(record, f"{results_dir}/records/02_multi_worker_output.json")
 print(labkit.check_digests(record))
 labkit.ladder_table(record)
@@ -92,6 +112,11 @@ labkit.ladder_table(record)
 # %%
 labkit.show_figure(
     labkit.plot_ladder(record), f"{results_dir}/figures/02_multi_worker_output"
+)
+
+# %%
+labkit.show_figure(
+    labkit.plot_predictions(record), f"{results_dir}/figures/02_predicted_and_measured"
 )
 
 # %% [markdown]
@@ -115,8 +140,13 @@ labkit.show_figure(
 
 # %%
 print(labkit.describe_timeline(after))
+print(labkit.explain(predictions["multi_worker"], after))
 
 # %% [markdown]
+# The last line compares the steady state of the predicted run with the one that was recorded
+# just now. Whatever it names, ask why a stage takes longer, or shorter, inside the loop than it
+# did when it was calibrated.
+#
 # The same two on an NVIDIA H200, from traces of Nsight Systems that come with this course:
 
 # %%

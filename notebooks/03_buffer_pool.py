@@ -128,16 +128,33 @@ with labkit.BufferPool(gpu, job.output_shape, job.output_dtype, slots=1) as pool
         print(error)
 
 # %% [markdown]
+# ## Predict, then measure
+#
+# What do you expect of memory that is touched already, and of workers that get a number instead
+# of the bytes? And how many slots are enough?
+
+# %%
+costs = labkit.calibrate(job, size)
+predictions = labkit.predict_all([sequential, multi_worker, buffer_pool], costs, size)
+labkit.save_predictions(predictions, f"{results_dir}/records/03_predicted.json")
+labkit.prediction_table(predictions, costs)
+
+# %% [markdown]
 # ## The run
 
 # %%
-record = labkit.measure(job, [sequential, multi_worker, buffer_pool], size)
+record = labkit.measure(job, [sequential, multi_worker, buffer_pool], size, predictions)
 labkit.save_record(record, f"{results_dir}/records/03_buffer_pool.json")
 print(labkit.check_digests(record))
 labkit.ladder_table(record)
 
 # %%
 labkit.show_figure(labkit.plot_ladder(record), f"{results_dir}/figures/03_buffer_pool")
+
+# %%
+labkit.show_figure(
+    labkit.plot_predictions(record), f"{results_dir}/figures/03_predicted_and_measured"
+)
 
 # %% [markdown]
 # ## The timeline
@@ -154,6 +171,7 @@ labkit.show_figure(
 
 # %%
 print(labkit.describe_timeline(after))
+print(labkit.explain(predictions["buffer_pool"], after))
 
 # %% [markdown]
 # The same two on an NVIDIA H200, from traces of Nsight Systems that come with this course:

@@ -157,18 +157,36 @@ def pinned_async(job, workers, pinned_pool):
 
 
 # %% [markdown]
-# `submit` refuses a slot whose event is not past, so that no *worker* reads too early. Whoever reads `slot.tensor` himself has to wait himself, as above.
+# `submit` refuses a slot whose event is not past, so that no *worker* reads too early. Whoever
+# reads `slot.tensor` himself has to wait himself, as above.
 #
+# ## Predict, then measure
+#
+# Forward and copy still take turns in one stream. What does that say about the time of a batch?
+
+# %%
+strategies = [sequential, multi_worker, buffer_pool, pinned_async]
+costs = labkit.calibrate(job, size)
+predictions = labkit.predict_all(strategies, costs, size)
+labkit.save_predictions(predictions, f"{results_dir}/records/04_predicted.json")
+labkit.prediction_table(predictions, costs)
+
+# %% [markdown]
 # ## The run
 
 # %%
-record = labkit.measure(job, [sequential, multi_worker, buffer_pool, pinned_async], size)
+record = labkit.measure(job, strategies, size, predictions)
 labkit.save_record(record, f"{results_dir}/records/04_pinned_async_copy.json")
 print(labkit.check_digests(record))
 labkit.ladder_table(record)
 
 # %%
 labkit.show_figure(labkit.plot_ladder(record), f"{results_dir}/figures/04_pinned_async_copy")
+
+# %%
+labkit.show_figure(
+    labkit.plot_predictions(record), f"{results_dir}/figures/04_predicted_and_measured"
+)
 
 # %% [markdown]
 # ## The timeline
@@ -186,6 +204,7 @@ labkit.show_figure(
 
 # %%
 print(labkit.describe_timeline(after))
+print(labkit.explain(predictions["pinned_async"], after))
 
 # %% [markdown]
 # The same two on an NVIDIA H200, from traces of Nsight Systems that come with this course:

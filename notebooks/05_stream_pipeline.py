@@ -142,17 +142,34 @@ def stream_pipeline(job, workers, pinned_pool, depth=2):
 
 
 # %% [markdown]
-# ## The run: the whole ladder
+# ## Predict, then measure
+#
+# If forward and copy run at the same time, which of them sets the pace? And what may the slower
+# one take before it does?
 
 # %%
 strategies = [sequential, multi_worker, buffer_pool, pinned_async, stream_pipeline]
-record = labkit.measure(job, strategies, size)
+costs = labkit.calibrate(job, size)
+predictions = labkit.predict_all(strategies, costs, size)
+labkit.save_predictions(predictions, f"{results_dir}/records/05_predicted.json")
+labkit.prediction_table(predictions, costs)
+
+# %% [markdown]
+# ## The run: the whole ladder
+
+# %%
+record = labkit.measure(job, strategies, size, predictions)
 labkit.save_record(record, f"{results_dir}/records/05_stream_pipeline.json")
 print(labkit.check_digests(record))
 labkit.ladder_table(record)
 
 # %%
 labkit.show_figure(labkit.plot_ladder(record), f"{results_dir}/figures/05_stream_pipeline")
+
+# %%
+labkit.show_figure(
+    labkit.plot_predictions(record), f"{results_dir}/figures/05_predicted_and_measured"
+)
 
 # %% [markdown]
 # ## The timeline
@@ -170,6 +187,7 @@ labkit.show_figure(
 
 # %%
 print(labkit.describe_timeline(after))
+print(labkit.explain(predictions["stream_pipeline"], after))
 
 # %% [markdown]
 # The same two on an NVIDIA H200, from traces of Nsight Systems that come with this course:
@@ -197,6 +215,16 @@ print(f"{gpu.name}:")
 print(f"the run takes {total_s:.3f} s; copying and processing the last batch alone is "
       f"{ends_s:.3f} s of it, {ends_s / total_s:.0%}")
 print(f"the ceiling is set by {ceiling['limited_by']}")
+
+# %% [markdown]
+# ## What next, and what is enough
+#
+# A predictor that is right can be asked what no run has shown yet: how few workers and slots
+# would do, and which single change buys most from here. (`labkit predict --advise` asks it from a
+# shell.)
+
+# %%
+labkit.advice_table(labkit.advise(costs, size), "stream_pipeline")
 
 # %% [markdown]
 # ## Coda: send less

@@ -65,3 +65,27 @@ def sample_record(kind: str = "emulated") -> dict:
 def row(record: dict, name: str) -> dict:
     """The record's strategy of that name."""
     return next(row for row in record["strategies"] if row["name"] == name)
+
+
+def sample_costs(**changes):
+    """Costs of an invented machine, with `changes`."""
+    from labkit.costs import STAGES, Costs
+
+    record = sample_record("cuda")
+    given = {
+        "created": record["created"],
+        "device": {"kind": "cuda", "name": "NVIDIA H200", "profile": None},
+        "host": record["host"],
+        "job": record["job"],
+        "input_bytes": 1572864,
+        "workers": 2,
+        "seconds": dict.fromkeys(STAGES, 0.01),
+        "spread": {stage: [0.009, 0.011] for stage in STAGES},
+        "slowdowns": {"process": {"process": 0.1, "copy": 0.2}},
+        "once": {"start_workers_s": 1.0, "touch_s_per_gb": 0.5, "page_lock_s_per_gb": 0.04},
+        "rates": {
+            "flops_per_s": 1e13, "pageable_bytes_per_s": 1e10, "pinned_bytes_per_s": 5e10,
+            "launch_s": 1e-5,
+        },
+    }  # fmt: skip
+    return Costs(**{**given, **changes})

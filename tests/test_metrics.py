@@ -1,5 +1,6 @@
 """What a timeline says, held against timelines worked out by hand and against counting."""
 
+import io
 import random
 
 import pytest
@@ -251,3 +252,43 @@ def test_the_table_says_what_the_metrics_say():
     for part in ("sequential", "GPU computes", "16.7%", "waits: process", "2.00 GB/s pageable",
                  "gap: process", "in process, batch 0"):  # fmt: skip
         assert part in text, text
+
+
+def test_a_window_without_a_kernel_still_says_what_it_waits_for():
+    spans = [Span("compute", "k", 0, 1), *(Span("copy", "copy", n, n + 1) for n in range(1, 6))]
+    found = summarize(timeline(*spans), (1, 6))
+    assert found.sentence == (
+        "The GPU computes 0% of the time. It waits 100% while scores are copied to the host."
+    )
+    assert "no kernel" in summarize(timeline(Span("host", "copy", 0, 1))).sentence
+
+
+def test_the_host_s_range_of_a_gap_is_the_one_with_most_of_its_time():
+    spans = [
+        Span("compute", "k", 0, 0.1),
+        Span("host", "epoch", 0, 1),
+        Span("host", "process", 0.4, 0.75),
+        Span("compute", "k", 0.99, 1),
+    ]
+    [gap] = summarize(timeline(*spans)).gaps
+    assert (gap.cause, gap.host.name) == ("epoch", "epoch")
+
+
+def test_gaps_come_longest_first_and_two_causes_are_named():
+    spans, at = [], 0.0
+    for seconds, name in ((0.1, "a"), (0.4, "b"), (0.3, "c"), (0.2, "d")):
+        spans += [Span("compute", "k", at, at + 0.1), Span("host", name, at, at + 0.1 + seconds)]
+        at += 0.1 + seconds
+    spans.append(Span("compute", "k", at, at + 0.1))
+    found = summarize(timeline(*spans))
+    assert [gap.cause for gap in found.gaps] == ["b", "c", "d", "a"]
+    assert found.sentence.endswith("It waits 27% during b and 20% during c.")
+
+
+def test_names_are_no_markup():
+    from rich.console import Console
+
+    spans = [Span("host", "layer[/x]", 0, 1), Span("compute", "k", 0.2, 0.3)]
+    console = Console(width=120, file=io.StringIO())
+    console.print(metrics_table(summarize(timeline(*spans))))
+    assert "layer[/x]" in console.file.getvalue()

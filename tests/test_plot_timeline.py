@@ -1,13 +1,15 @@
 """Figures of timelines: what is drawn, what is left out, and what they say without eyes."""
 
+import io
 import itertools
 
 import pytest
 from test_metrics import one_after_the_other, timeline
 
-from labkit import plot_timelines, summarize
+from labkit import LabError, plot_timelines, summarize
 from labkit.plot_timeline import _DARK, _LIGHT, _PIXELS, _bars, contrast
-from labkit.timeline import Span
+from labkit.timeline import Span, Timeline
+from labkit.trace_files import shipped_timeline
 
 
 def bars_of(axes):
@@ -143,3 +145,32 @@ def test_dark_figures_are_dark():
     assert sum(light.get_facecolor()[:3]) > 2.9
     assert sum(dark.get_facecolor()[:3]) < 0.5
     assert light.get_label() == dark.get_label()
+
+
+def test_names_are_no_formulas():
+    spans = [Span("worker $x", "process", 0, 1), Span("compute", "k", 0, 1)]
+    device = {"kind": "cuda", "name": "$\\frac$ x_$y^z^z$", "profile": None}
+    plot_timelines(Timeline(spans, "a", device, "$s$")).savefig(io.BytesIO())
+
+
+def test_nothing_to_draw_gives_one_line():
+    with pytest.raises(LabError, match="at least one timeline"):
+        plot_timelines()
+
+
+def test_of_ranges_in_each_other_the_inner_one_is_seen():
+    spans = [
+        Span("host", "process", 0, 1),
+        Span("host", "copy", 0.4, 0.6),
+        Span("copy", "copy", 0, 1),
+    ]
+    figure = plot_timelines(Timeline(spans, "a", {"kind": "cuda", "name": "x", "profile": None}))
+    host = [path.get_extents() for bars in figure.axes[0].collections for path in bars.get_paths()]
+    widths = sorted(round(box.width / 1000, 2) for box in host if box.y0 < 0.2)
+    assert widths == [0.2, 0.4, 0.4]
+
+
+def test_the_first_lane_is_on_top():
+    figure = plot_timelines(shipped_timeline("sequential"))
+    low, high = figure.axes[0].get_ylim()
+    assert low > high

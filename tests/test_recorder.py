@@ -7,7 +7,7 @@ import torch
 from conftest import make_job
 from helpers import BALANCED, fingerprint, make_device, stalled
 
-from labkit import OutputWorkers, annotate, digest, summarize
+from labkit import LabError, OutputWorkers, annotate, digest, open_device, summarize
 from labkit.capture import capture_timeline
 from labkit.pipelines import STRATEGIES
 from labkit.presets import Preset
@@ -179,3 +179,16 @@ def sleepy(batch, tensor):
 
     time.sleep(0.05)
     return fingerprint(batch, tensor)
+
+
+def test_one_recorder_at_a_time():
+    device = open_device("emulated")
+    with (
+        Recorder(device),
+        pytest.raises(LabError, match="one Recorder at a time"),
+        Recorder(device),
+    ):
+        pass
+    assert device.operations is None
+    with Recorder(device):
+        pass

@@ -25,7 +25,7 @@ def measured():
         fingerprint(index, job.forward(batch).cpu()) for index, batch in enumerate(job.batches())
     ]
     steps = []
-    record = measure(job, STRATEGIES.values(), PRESET, steps.append)
+    record = measure(job, STRATEGIES.values(), PRESET, progress=steps.append)
     return record, digest(results), steps
 
 

@@ -1,5 +1,6 @@
 """Trace files: what the readers find in real exports, and what they say of everything else."""
 
+import gc
 import gzip
 import json
 import random
@@ -489,3 +490,121 @@ def test_what_the_shipped_runs_show(tool):
 def test_an_unknown_shipped_trace():
     with pytest.raises(LabError, match="no trace of 'parallel'"):
         shipped_timeline("parallel")
+
+
+# What nobody's profiler writes, and somebody's file has.
+
+
+@pytest.mark.parametrize(
+    ("table", "change_to"),
+    [
+        ("CUPTI_ACTIVITY_KIND_RUNTIME", "globalTid = 'x'"),
+        ("CUPTI_ACTIVITY_KIND_RUNTIME", "start = x'00'"),
+        ("NVTX_EVENTS", "globalTid = 1.5"),
+        ("NVTX_EVENTS", "int64Value = 'x'"),
+        ("CUPTI_ACTIVITY_KIND_MEMCPY", "bytes = 'many'"),
+    ],
+)
+def test_nsight_columns_of_another_type_are_damage(real, table, change_to):
+    path = change(
+        real(WORKERS),
+        f"CREATE TABLE copied AS SELECT * FROM {table}",
+        f"DROP TABLE {table}",
+        f"ALTER TABLE copied RENAME TO {table}",
+        f"UPDATE {table} SET {change_to}",
+    )
+    assert "damaged" in error_of(path)
+
+
+@pytest.mark.parametrize("category", [[], {}, 3, None])
+def test_torch_events_of_an_odd_category_are_none_of_ours(tmp_path, category):
+    event = {"ph": "X", "ts": 1, "dur": 1, "name": "k"}
+    events = [{**event, "cat": category}, {**event, "cat": "kernel"}]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert len(load_timeline(path).spans) == 1
+
+
+def test_nsight_ranges_within_a_range_do_not_hide_its_batch(real):
+    path = real(WORKERS)
+    columns = "start + 1000 AS start, end - 1000 AS end, eventType, globalTid, 'a library' AS text"
+    forward = "SELECT id FROM StringIds WHERE value = 'forward'"
+    row = f"SELECT {columns} FROM NVTX_EVENTS WHERE textId IN ({forward})"
+    change(path, f"INSERT INTO NVTX_EVENTS (start, end, eventType, globalTid, text) {row}")
+    timeline = load_timeline(path)
+    assert sum(span.name == "a library" for span in timeline.lane("host")) == 3
+    assert {span.batch for span in timeline.lane("compute")} == {0, 1, 2}
+
+
+def test_nsight_ranges_from_start_to_end_count_too(real):
+    path = change(real(NSIGHT), "UPDATE NVTX_EVENTS SET eventType = 60")
+    assert [span.name for span in load_timeline(path).lane("host")] == ["forward", "copy"] * 4
+
+
+def test_nsight_a_graph_is_work(real):
+    path = change(
+        real(WORKERS),
+        "ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL RENAME TO CUPTI_ACTIVITY_KIND_GRAPH_TRACE",
+    )
+    graphs = [s for s in load_timeline(path).lane("compute") if s.name == "CUDA graph"]
+    assert len(graphs) == 810 and {span.batch for span in graphs} == {0, 1, 2}
+
+
+def test_nsight_the_host_is_the_thread_that_gives_the_gpu_its_work(real):
+    """Another thread may have more ranges."""
+    path = real(NSIGHT)
+    row = "SELECT start, end, eventType, globalTid + 1, text, textId FROM NVTX_EVENTS"
+    columns = "(start, end, eventType, globalTid, text, textId)"
+    change(path, *[f"INSERT INTO NVTX_EVENTS {columns} {row}"] * 3)
+    timeline = load_timeline(path)
+    assert len(timeline.lane("host")) == 8 < len(timeline.lane("thread 0"))
+
+
+def test_torch_the_host_is_the_thread_that_gives_the_gpu_its_work(real):
+    path = real(TORCH)
+    trace = json.loads(path.read_text())
+    ranges = [e for e in trace["traceEvents"] if e.get("cat") == "user_annotation"]
+    trace["traceEvents"] += [{**event, "tid": 1} for event in ranges] * 3
+    path.write_text(json.dumps(trace))
+    timeline = load_timeline(path)
+    assert len(timeline.lane("host")) == 8 < len(timeline.lane("thread 0"))
+
+
+def test_what_annotate_was_given_is_saved_so_that_it_can_be_read(tmp_path):
+    import numpy as np
+
+    for batch, read in ((np.int64(3), 3), (-1, None), ("a", None), (1.5, None), (True, None)):
+        spans = [Span("host", "x" * 5000, 0.0, 1.0, batch), Span("copy", "\ud800", 0.0, 1.0, 1, -5)]
+        timeline = Timeline(spans, "emulated", example().device, "s" * 999, "j" * 999)
+        again = load_timeline(save_timeline(timeline, tmp_path / "trace.json"))
+        assert again.lane("host")[0].batch == read
+        assert again.lane("copy")[0].bytes is None
+
+
+def test_more_than_can_be_meant_is_refused(real, monkeypatch, tmp_path):
+    monkeypatch.setattr("labkit.nsight._ROWS_LIMIT", 100)
+    assert "more than 100 rows" in error_of(real(NSIGHT))
+    monkeypatch.setattr("labkit.trace_files._SPANS_LIMIT", 4)
+    path = save_timeline(example(), tmp_path / "trace.json")
+    assert "more than 4 spans" in error_of(path)
+    spans = [Span(f"worker {number}", "process", 0.0, 1.0) for number in range(1001)]
+    save_timeline(Timeline(spans, "emulated", example().device), path)
+    assert "damaged" in error_of(path)
+
+
+def test_a_path_with_a_null_gives_one_line():
+    with pytest.raises(LabError, match="cannot read"):
+        load_timeline("a\0b")
+    with pytest.raises(LabError, match="cannot write"):
+        save_timeline(example(), "a\0b")
+
+
+def test_reading_leaves_the_garbage_collector_as_it_was(tmp_path):
+    path = save_timeline(example(), tmp_path / "trace.json")
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            load_timeline(path)
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()

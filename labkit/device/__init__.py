@@ -15,12 +15,13 @@ from ..errors import LabError
 KINDS = ("auto", "cuda", "emulated")
 
 
-def open_device(kind: str = "auto", profile: str = "classroom"):
+def open_device(kind: str = "auto", profile="classroom"):
     """Open the device called `kind`; `auto` takes a GPU if there is one, else the emulated one.
 
-    `profile` names the hardware profile that gives the emulated device its rates. Other
-    accelerators, Apple's MPS among them, count as no GPU: they have neither these streams nor
-    page-locked copies. Raises LabError for an unknown name, and for `cuda` without a GPU.
+    `profile` is the hardware profile that gives the emulated device its rates: a name, or a
+    calibrated one's `hardware()`. Other accelerators, Apple's MPS among them, count as no GPU:
+    they have neither these streams nor page-locked copies. Raises LabError for an unknown name,
+    and for `cuda` without a GPU.
     """
     import torch
 
@@ -40,4 +41,4 @@ def open_device(kind: str = "auto", profile: str = "classroom"):
     from ..hardware import get_profile
     from .emulated import EmulatedDevice
 
-    return EmulatedDevice(get_profile(profile))
+    return EmulatedDevice(get_profile(profile) if isinstance(profile, str) else profile)

@@ -1,0 +1,401 @@
+"""A machine on a calculated clock: device, pool, workers and job as a strategy uses them.
+
+The strategies run on it as they are written. Where the real parts would take time, these move
+SimPy's clock by what was calibrated (costs.py). Work that is under way at the same time slows
+each other down, as was calibrated too.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import simpy
+
+from .costs import Costs
+from .ranges import Listener, annotate
+from .timeline import DEVICE_LANES, Span
+
+
+class _Work:
+    __slots__ = ("stage", "left", "rate", "then")
+
+    def __init__(self, stage: str, left: float, then: Callable[[], None]):
+        self.stage, self.left, self.then = stage, left, then
+
+
+class Machine:
+    """The clock, and all work that is under way. `spans` is what the device and workers did."""
+
+    def __init__(self, costs: Costs):
+        self.env = simpy.Environment()
+        self.costs = costs
+        self.spans: list[Span] = []
+        self._active: list[_Work] = []
+        self._stages: Counter[str] = Counter()
+        self._moment = 0.0  # up to which the work is reckoned
+        self._alarm = None
+
+    @property
+    def now(self) -> float:
+        return self.env.now
+
+    def start(self, stage: str, seconds: float, then: Callable[[], None]) -> None:
+        """Begin `stage`, which takes `seconds` when nothing is beside it; then call `then`."""
+        self._reckon()
+        self._active.append(_Work(stage, seconds, then))
+        self._stages[stage] += 1
+        self._plan()
+
+    def wait(self, event: simpy.Event) -> None:
+        """The main loop waits for `event`: the clock moves until it has happened."""
+        if event.callbacks is not None:
+            self.env.run(until=event)
+
+    def spend(self, stage: str, seconds: float) -> None:
+        """The main loop does `stage` itself."""
+        if seconds:
+            done = self.env.event()
+            self.start(stage, seconds, done.succeed)
+            self.env.run(until=done)
+
+    def _reckon(self) -> None:
+        passed = self.env.now - self._moment
+        if passed:
+            self._moment = self.env.now
+            for work in self._active:
+                work.left -= passed * work.rate
+
+    def _plan(self) -> None:
+        """Set how fast everything goes now, and an alarm for what ends first."""
+        self._alarm = None
+        if not self._active:
+            return
+        for work in self._active:
+            work.rate = self._rate(work.stage)
+        first = min(self._active, key=lambda work: work.left / work.rate)
+        self._alarm = self.env.timeout(max(0.0, first.left / first.rate), first)
+        self._alarm.callbacks.append(self._ring)
+
+    def _rate(self, stage: str) -> float:
+        beside = self.costs.slowdowns.get(stage)
+        if not beside:
+            return 1.0
+        extra = 0.0
+        for other, share in beside.items():
+            extra += share * (self._stages[other] - (other == stage))
+        return 1 / (1 + extra)
+
+    def _ring(self, alarm: simpy.Event) -> None:
+        if alarm is not self._alarm:  # the plan has changed since
+            return
+        self._reckon()
+        alarm.value.left = 0.0
+        done = [work for work in self._active if work.left <= 1e-9]
+        self._active = [work for work in self._active if work.left > 1e-9]
+        for work in done:
+            self._stages[work.stage] -= 1
+        self._plan()
+        for work in done:
+            work.then()
+
+
+class _Operation:
+    """One operation of the device: waits for what its stream says, then for its engine."""
+
+    def __init__(self, device, stage: str, seconds: float, needs: list, tensor, pinned=None):
+        self.done = device.machine.env.event()
+        self._device, self._engine = device, device.engines[DEVICE_LANES[stage]]
+        self.stage, self.seconds, self._tensor, self._pinned = stage, seconds, tensor, pinned
+        waits = [need for need in needs if need.callbacks is not None]
+        self._missing = len(waits)
+        for need in waits:
+            need.callbacks.append(self._met)
+        if not waits:
+            self._engine.request(self)
+
+    def _met(self, _) -> None:
+        self._missing -= 1
+        if not self._missing:
+            self._engine.request(self)
+
+    def begin(self) -> None:
+        self._start = self._device.machine.now
+        self._device.machine.start(self.stage, self.seconds, self._end)
+
+    def _end(self) -> None:
+        self._device.note(self.stage, self._start, self._tensor, self._pinned)
+        self.done.succeed()
+        self._engine.release()
+
+
+class _Engine:
+    """Does one operation at a time, in the order in which they become ready."""
+
+    def __init__(self):
+        self._queue: deque[_Operation] = deque()
+
+    def request(self, operation: _Operation) -> None:
+        self._queue.append(operation)
+        if len(self._queue) == 1:
+            operation.begin()
+
+    def release(self) -> None:
+        self._queue.popleft()
+        if self._queue:
+            self._queue[0].begin()
+
+
+class VirtualStream:
+    """What was queued last, which is what anything queued next has to wait for."""
+
+    def __init__(self):
+        self.needs: list[simpy.Event] = []
+
+    def wait_stream(self, other: "VirtualStream") -> None:
+        self.needs = self.needs + other.needs
+
+    def wait_event(self, event: "VirtualEvent") -> None:
+        self.needs = self.needs + event.needs
+
+
+class VirtualEvent:
+    def __init__(self, device: "VirtualDevice"):
+        self._device = device
+        self.needs: list[simpy.Event] = []
+
+    def record(self, stream: VirtualStream | None = None) -> None:
+        self.needs = (stream or self._device.current_stream()).needs
+
+    def query(self) -> bool:
+        return all(need.callbacks is None for need in self.needs)
+
+    def synchronize(self) -> None:
+        for need in self.needs:
+            self._device.machine.wait(need)
+
+
+class VirtualDevice:
+    """The names of `torch.cuda` that the strategies use."""
+
+    kind = "predicted"
+    Stream = staticmethod(VirtualStream)
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.engines = {lane: _Engine() for lane in DEVICE_LANES.values()}
+        self._stream = VirtualStream()
+
+    def Event(self) -> VirtualEvent:
+        return VirtualEvent(self)
+
+    def current_stream(self) -> VirtualStream:
+        return self._stream
+
+    @contextmanager
+    def stream(self, stream: VirtualStream):
+        before, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    def synchronize(self, stream: VirtualStream | None = None) -> None:
+        for need in (stream or self._stream).needs:
+            self.machine.wait(need)
+
+    def queue(self, stage: str, seconds: float, tensor, pinned: bool | None = None) -> None:
+        stream = self._stream
+        stream.needs = [_Operation(self, stage, seconds, stream.needs, tensor, pinned).done]
+
+    def blocking_copy(self, stage: str, tensor: "VirtualTensor") -> "VirtualTensor":
+        """Wait for the current stream, then copy to pageable memory with the host's help."""
+        self.synchronize()
+        start = self.machine.now
+        self.machine.spend(stage, self.machine.costs.seconds[stage] * tensor.share)
+        self.note("copy", start, tensor, False)
+        return tensor
+
+    def note(self, stage: str, start: float, tensor, pinned: bool | None) -> None:
+        nbytes = None if stage == "forward" else tensor.nbytes
+        self.machine.spans.append(
+            Span(DEVICE_LANES[stage], stage, start, self.machine.now, tensor.batch, nbytes, pinned)
+        )
+
+
+class VirtualTensor:
+    """A batch on the device: which one, its size, and its share of a full batch."""
+
+    def __init__(self, device: VirtualDevice, batch: int, nbytes: int, share: float):
+        self._device, self.batch, self.nbytes, self.share = device, batch, nbytes, share
+
+    def cpu(self) -> "VirtualTensor":
+        return self._device.blocking_copy("fresh copy", self)
+
+    def record_stream(self, stream: VirtualStream) -> None:
+        """Nothing to protect: there are no bytes here."""
+
+
+class VirtualJob:
+    """A job whose batches cost what was calibrated. `process` is done by the main loop."""
+
+    def __init__(self, machine: Machine, samples: int):
+        self.device = VirtualDevice(machine)
+        self.samples, self.batch = samples, machine.costs.batch
+        self._machine, self._seconds = machine, machine.costs.seconds
+
+    def batches(self, stream: VirtualStream | None = None) -> Iterator[VirtualTensor]:
+        costs, device = self._machine.costs, self.device
+        for index, first in enumerate(range(0, self.samples, self.batch)):
+            share = min(self.batch, self.samples - first) / self.batch
+            images = VirtualTensor(device, index, round(costs.input_bytes * share), share)
+            current = device.current_stream()
+            with device.stream(stream or current), annotate("upload", index, images.nbytes):
+                device.queue("upload", self._seconds["upload"] * share, images, True)
+            if stream is not None:
+                current.wait_stream(stream)
+            yield images
+
+    def forward(self, images: VirtualTensor) -> VirtualTensor:
+        nbytes = round(self._machine.costs.output_bytes * images.share)
+        scores = VirtualTensor(self.device, images.batch, nbytes, images.share)
+        self.device.queue("forward", self._seconds["forward"] * images.share, scores)
+        self._machine.spend("queue", self._seconds["queue"])
+        return scores
+
+    def process(self, index: int, host: VirtualTensor) -> None:
+        self._machine.spend("process", self._seconds["process in the loop"] * host.share)
+
+
+class _Slot:
+    def __init__(self, index: int, pool: "VirtualPool"):
+        self.index, self._pool = index, pool
+        self.event = pool.device.Event()
+
+    def copy_(self, source: VirtualTensor, non_blocking: bool = False) -> "_Slot":
+        self.tensor, device = source, self._pool.device
+        if self._pool.page_locked:
+            device.queue("copy", device.machine.costs.seconds["copy"] * source.share, source, True)
+        else:
+            device.blocking_copy("touched copy", source)
+        self.event.record()
+        if not non_blocking:
+            self.event.synchronize()
+        return self
+
+
+class VirtualPool:
+    def __init__(self, device: VirtualDevice, slots: int, page_locked: bool):
+        self.device, self.slots, self.page_locked = device, slots, page_locked
+        self.free = deque(_Slot(index, self) for index in range(slots))
+        self.wait_for_release: Callable[[], None] | None = None  # set by VirtualWorkers
+
+    def acquire(self) -> _Slot:
+        if not self.free:
+            with annotate("wait for slot"):
+                while not self.free:
+                    self.wait_for_release()
+        return self.free.popleft()
+
+
+class _Worker:
+    def __init__(self, number: int):
+        self.lane = f"worker {number}"
+        self.tasks: deque[tuple] = deque()  # (batch, slot or tensor), oldest first
+
+
+class VirtualWorkers:
+    """Workers that take a slot by its number, and a bare tensor through their one feeder."""
+
+    def __init__(self, machine: Machine, count: int, pool: VirtualPool | None, limit: int):
+        self._machine, self._pool, self._limit = machine, pool, limit
+        self._workers = [_Worker(number) for number in range(count)]
+        self._to_send: deque[tuple] = deque()  # (worker, batch, tensor), oldest first
+        self._sending = False
+        self._under_way = 0
+        self._reply = machine.env.event()
+        if pool is not None:
+            pool.wait_for_release = self._wait
+
+    def submit(self, batch: int, item) -> None:
+        bare = isinstance(item, VirtualTensor)
+        if bare and self._under_way >= self._limit:
+            with annotate("wait for workers"):
+                while self._under_way >= self._limit:
+                    self._wait()
+        self._under_way += 1
+        worker = min(self._workers, key=lambda worker: len(worker.tasks))
+        worker.tasks.append((batch, item))
+        if bare:
+            self._to_send.append((worker, batch, item))
+            self._feed()
+        elif len(worker.tasks) == 1:
+            self._take(worker)
+
+    def results(self) -> list:
+        with annotate("wait for workers"):
+            while self._under_way:
+                self._wait()
+        return []
+
+    def _wait(self) -> None:
+        self._machine.wait(self._reply)
+
+    def _feed(self) -> None:
+        """Send the oldest tensor, unless its worker is still at another batch."""
+        if self._sending or not self._to_send:
+            return
+        worker, batch, tensor = self._to_send[0]
+        if worker.tasks[0][0] != batch:
+            return
+        self._sending, start = True, self._machine.now
+
+        def sent() -> None:
+            self._note(worker, "receive", start, batch)
+            self._to_send.popleft()
+            self._sending = False
+            self._process(worker, batch, tensor)
+            self._feed()
+
+        self._machine.start("send", self._machine.costs.seconds["send"] * tensor.share, sent)
+
+    def _take(self, worker: _Worker) -> None:
+        """Start on a slot once the message about it has arrived."""
+        batch, slot = worker.tasks[0]
+        arrival = self._machine.env.timeout(self._machine.costs.seconds["hand-over"])
+        arrival.callbacks.append(lambda _: self._process(worker, batch, slot.tensor, slot))
+
+    def _process(self, worker: _Worker, batch: int, tensor: VirtualTensor, slot=None) -> None:
+        start = self._machine.now
+
+        def done() -> None:
+            self._note(worker, "process", start, batch)
+            worker.tasks.popleft()
+            self._under_way -= 1
+            if slot is not None:
+                self._pool.free.append(slot)
+            reply, self._reply = self._reply, self._machine.env.event()
+            reply.succeed()
+            if slot is None:
+                self._feed()
+            elif worker.tasks:
+                self._take(worker)
+
+        seconds = self._machine.costs.seconds["process"] * tensor.share
+        self._machine.start("process", seconds, done)
+
+    def _note(self, worker: _Worker, name: str, start: float, batch: int) -> None:
+        self._machine.spans.append(Span(worker.lane, name, start, self._machine.now, batch))
+
+
+class VirtualListener(Listener):
+    """Keeps the main loop's ranges, on the calculated clock."""
+
+    def __init__(self, machine: Machine):
+        super().__init__()
+        self._machine = machine
+
+    def begin(self, block: annotate) -> float:
+        return self._machine.now
+
+    def end(self, block: annotate, began: float) -> None:
+        self.ranges.append((block.name, began, self._machine.now, block.batch, block.bytes))

@@ -1,0 +1,131 @@
+"""Calibration on the devices that there are, and hardware profiles as files."""
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+from conftest import DEVICES
+from helpers import make_device
+from sample_record import sample_costs
+from test_prediction import size
+
+from labkit import Job, LabError, archive, calibrate, load_costs, open_device, predict, save_costs
+from labkit.costs import STAGES, costs_table
+from labkit.pipelines import STRATEGIES
+
+
+@pytest.fixture(params=DEVICES)
+def job(request):
+    import torch
+
+    model = torch.nn.Conv2d(3, 8, 3, padding=1)
+    inputs = torch.randn(8, 3, 96, 96)
+    job = Job(model, inputs, archive, make_device(request.param), batch=8, name="a convolution")
+    yield job
+    job.close()
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.timeout(120)
+def test_every_stage_is_measured_and_nothing_is_left(job):
+    steps = []
+    calibrate(job, size(workers=2))  # starts the fork server, which stays
+    gc.collect()
+    before = open_files(), sorted(map(str, Path("/dev/shm").iterdir()))
+    costs = calibrate(job, size(workers=2), steps.append)
+    gc.collect()
+    assert (open_files(), sorted(map(str, Path("/dev/shm").iterdir()))) == before
+    assert len(steps) == 3
+    assert costs.seconds.keys() == costs.spread.keys() == STAGES.keys()
+    for stage, (low, high) in costs.spread.items():
+        assert 0 < low <= costs.seconds[stage] <= high
+    assert costs.device["kind"] == job.device.kind
+    assert (costs.batch, costs.workers) == (8, 2)
+    assert costs.input_bytes == 8 * 3 * 96 * 96 * 4
+    assert costs.output_bytes == job.output_bytes == 8 * 8 * 96 * 96 * 4
+    for beside in costs.slowdowns.values():
+        assert beside.keys() <= STAGES.keys() and all(share > 0 for share in beside.values())
+    # What was calibrated is enough to predict every strategy.
+    for strategy in STRATEGIES.values():
+        assert predict(strategy, costs, size()).seconds > 10 * costs.seconds["forward"]
+
+
+def test_the_device_s_own_rates_are_found():
+    """The emulated device's times are planned, so that they can be found again."""
+    import torch
+
+    device = open_device("emulated")
+    model = torch.nn.Conv2d(3, 8, 31, padding=15)
+    job = Job(model, torch.randn(8, 3, 128, 128), archive, device, batch=8)
+    costs = calibrate(job, size(workers=1))
+    flops = 2 * 8 * 8 * 128 * 128 * 3 * 31**2
+    assert costs.seconds["forward"] == pytest.approx(flops / 1e12 + 20e-6, rel=0.05)
+    assert costs.rates["flops_per_s"] == pytest.approx(1e12, rel=0.1)
+    assert costs.seconds["copy"] >= job.output_bytes / 5e9
+    assert costs.seconds["touched copy"] >= job.output_bytes / 1.6e9
+
+
+def test_what_fails_in_a_worker_is_said(job):
+    job.process = fail_in_worker
+    with pytest.raises(LabError, match="failed"):
+        calibrate(job, size(workers=1))
+
+
+def fail_in_worker(batch, tensor):
+    import multiprocessing
+
+    if multiprocessing.parent_process() is not None:
+        raise ValueError("not today")
+
+
+# Files.
+
+
+def test_a_profile_survives_its_file(tmp_path):
+    path = save_costs(sample_costs(), tmp_path / "a folder" / "hardware.json")
+    assert load_costs(path) == sample_costs()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seconds": {}},
+        {"seconds": {**sample_costs().seconds, "copy": 0}},
+        {"seconds": {**sample_costs().seconds, "copy": 1e300}},
+        {"slowdowns": {"copy": {"lunch": 1}}},
+        {"slowdowns": {"copy": {"process": -1}}},
+        {"slowdowns": []},
+        {"workers": 0},
+        {"device": {"kind": "quantum", "name": "x", "profile": None}},
+        {"rates": {}},
+        {"spread": {stage: [1] for stage in STAGES}},
+        {"schema": 2},
+    ],
+)
+def test_what_is_no_profile_gives_one_line(tmp_path, change):
+    path = save_costs(sample_costs(), tmp_path / "hardware.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(LabError, match="is not a hardware profile") as caught:
+        load_costs(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_emulated_device_runs_at_a_profile_s_rates():
+    device = open_device("emulated", sample_costs().hardware())
+    assert device.profile.pinned_bytes_per_s == 5e10
+    assert device.name == "emulated GPU (NVIDIA H200)" and device.kind == "emulated"
+    emulated = {"kind": "emulated", "name": "emulated GPU (classroom)", "profile": "classroom"}
+    with pytest.raises(LabError, match="emulate a GPU's profile"):
+        sample_costs(device=emulated).hardware()
+
+
+def test_the_table_names_the_machine_and_what_disturbs():
+    table = costs_table(sample_costs())
+    assert "NVIDIA H200" in table.title
+    assert "copy +20%" in "".join(table.columns[3].cells)
+    emulated = {"kind": "emulated", "name": "emulated GPU (classroom)", "profile": "classroom"}
+    assert "EMULATED" in costs_table(sample_costs(device=emulated)).title
