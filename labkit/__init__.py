@@ -43,6 +43,7 @@ _HOME = {
     "ladder_table": "results",
     "plot_ladder": "plots",
     "plot_predictions": "plots",
+    "explore": "explorer",
     "advise": "advice",
     "advice_table": "advice",
     "show_figure": "figures",

@@ -117,6 +117,7 @@ def run_notebook(path: Path, out: Path, parameters: dict) -> Path:
         raise LabError(f"cannot write to {str(out)!r}: {error.strerror}") from None
     # This Python's own kernel, whatever else is called python3 on this machine.
     ours = str(Path(sys.prefix) / "share" / "jupyter")
+    os.environ.pop("JPY_SESSION_NAME", None)  # of a notebook that we are started from: see explorer
     os.environ["JUPYTER_PATH"] = os.pathsep.join(
         dict.fromkeys([ours, *filter(None, os.environ.get("JUPYTER_PATH", "").split(os.pathsep))])
     )

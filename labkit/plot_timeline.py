@@ -24,7 +24,10 @@ _DARK = {
     "ground": "#16181D", "ink": "#F0F0F0", "faint": "#4A4D55",
 }  # fmt: skip
 _STAGES = ("upload", "forward", "copy", "receive", "process", "wait", "other")
-_LANE_IN, _THIN_IN = 0.34, 0.17  # heights in inches
+_IDLE_WORDS = "GPU computes nothing"
+_LANE_IN, _THIN_IN = 0.34, 0.17  # heights in inches, and what is around the panels
+_WIDTH_IN, _LEFT_IN, _RIGHT_IN, _TITLE_IN, _TICKS_IN, _LEGEND_IN = 10, 1.25, 0.15, 0.52, 0.3, 0.5
+_LANE_NAME_LIMIT = 18  # as many letters as fit beside a panel
 _PIXELS = 1500  # across a figure: pieces closer than one are drawn as one
 _LABEL_SHARE = 0.012  # of the width that a digit needs
 
@@ -52,13 +55,8 @@ def plot_timelines(*timelines: Timeline, batches: int = 3, dark: bool = False) -
         start = max(0.0, min(timeline.steady()[0], timeline.end - length))
         windows.append((start, start + length))
     panels_bars = [_lanes(*both) for both in zip(timelines, windows, strict=True)]
-    heights = [sum(map(_height, lanes)) or _LANE_IN for lanes in panels_bars]
-    figure = Figure(
-        figsize=(10, sum(heights) + 0.95 * len(timelines) + 0.4),
-        layout="constrained",
-        facecolor=colours["ground"],
-    )
-    panels = figure.subplots(len(timelines), squeeze=False, height_ratios=heights)[:, 0]
+    figure, panels = _panels([sum(map(_height, lanes)) or _LANE_IN for lanes in panels_bars])
+    figure.set_facecolor(colours["ground"])
     shown, words = set(), []
     for axes, timeline, lanes in zip(panels, timelines, panels_bars, strict=True):
         found = summarize(timeline, timeline.steady())
@@ -71,13 +69,37 @@ def plot_timelines(*timelines: Timeline, batches: int = 3, dark: bool = False) -
         for stage in _STAGES
         if stage in shown
     ]
-    handles.append(Patch(facecolor=colours["idle"], label="GPU computes nothing"))
+    handles.append(Patch(facecolor=colours["idle"], label=_IDLE_WORDS))
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False,
+        handles=handles, loc="lower center", ncols=len(handles), frameon=False,
         labelcolor=colours["ink"], fontsize=9, handlelength=1.2, columnspacing=1.2,
     )  # fmt: skip
     figure.set_label(" ".join(words))
     return figure
+
+
+def legend() -> str:
+    """The colours of the stages as HTML."""
+    squares = "".join(
+        f"<span style='background:{_LIGHT[stage]};border:1px solid #888;padding:0 0.6em;"
+        f"margin:0 0.4em 0 1em'></span>{words}"
+        for stage, words in [*((stage, stage) for stage in _STAGES), ("idle", _IDLE_WORDS)]
+    )
+    return f"<p>{squares}</p>"
+
+
+def _panels(heights: list[float]) -> tuple[Figure, list[Axes]]:
+    """A figure with a panel of each height, in inches: faster than to have them fitted."""
+    total = sum(heights) + (_TITLE_IN + _TICKS_IN) * len(heights) + _LEGEND_IN
+    figure = Figure(figsize=(_WIDTH_IN, total))
+    panels, top = [], total
+    for height in heights:
+        bottom = top - _TITLE_IN - height
+        width = _WIDTH_IN - _LEFT_IN - _RIGHT_IN
+        place = _LEFT_IN / _WIDTH_IN, bottom / total, width / _WIDTH_IN, height / total
+        panels.append(figure.add_axes(place))
+        top = bottom - _TICKS_IN
+    return figure, panels
 
 
 def describe_timeline(timeline: Timeline) -> str:
@@ -147,7 +169,7 @@ def _lane_name(lane: str, lanes: dict, timeline: Timeline) -> str:
     if _is_worker(lane):
         everyone, drawn = (sum(map(_is_worker, some)) for some in (timeline.lanes, lanes))
         return "workers" if everyone == drawn else f"{drawn} of {everyone} workers"
-    return "host loop" if lane == "host" else lane
+    return "host loop" if lane == "host" else lane[:_LANE_NAME_LIMIT]
 
 
 def _is_worker(lane: str) -> bool:

@@ -227,6 +227,14 @@ print(f"the ceiling is set by {ceiling['limited_by']}")
 labkit.advice_table(labkit.advise(costs, size), "stream_pipeline")
 
 # %% [markdown]
+# Here you can ask anything else. Every knob that you turn is predicted anew. Try: which number
+# of workers makes the GPU wait when processing takes four times as long? When does the copy
+# become the slowest stage, and what does bfloat16 change then?
+
+# %%
+labkit.explore(costs)
+
+# %% [markdown]
 # ## Coda: send less
 #
 # The pipeline hides the copy behind the forward. The next gain does not come from more streams

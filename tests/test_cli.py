@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from sample_record import RATES, row, sample_record
 
-from labkit import cli, load_record
+from labkit import cli, load_costs, load_record
 from labkit.results import save_record
 
 LABKIT = Path(sys.executable).with_name("labkit")
@@ -85,6 +85,13 @@ def no_torch(tmp_path_factory):
         ("bench --slots -1", ["slots"]),
         ("bench --depth 0", ["depth"]),
         ("bench --depth x", ["depth", "integer"]),
+        ("bench --model nope", ["model", "nope", "deeplabv3_resnet50"]),
+        ("bench --batch 0", ["batch", "at least 1"]),
+        ("bench --image -5", ["image", "-5"]),
+        ("profile sequential --batches 0", ["batches", "at least 1"]),
+        ("calibrate --workers 0", ["workers", "at least 1"]),
+        ("predict missing.json", ["hardware profile", "missing.json"]),
+        ("predict --slots 1 --depth 2", ["depth 2", "slots"]),
         ("bench --preset smoke --depth 4", ["depth 4", "slots", "3"]),
         ("bench --nope", ["--nope"]),
         ("bench extra", ["extra"]),
@@ -112,6 +119,9 @@ def test_refused_at_once(tmp_path, no_torch, command, words):
         ("bench --strategies sequential,nope", ["strategy", "nope", "stream_pipeline"]),
         ("bench --strategies ,", ["strategy", "sequential"]),
         ("bench --preset smoke --device emulated --images missing", ["folder", "missing"]),
+        ("bench --preset smoke --device emulated --process nope", ["process", "nope"]),
+        ("profile sequential,multi_worker", ["one strategy", "sequential,multi_worker"]),
+        ("calibrate --device tpu", ["device", "tpu"]),
         ("run -p compiled=true", ["01_profile_the_baseline", "compiled"]),
         ("run 01 -p batches=many", ["batches", "int", "many"]),
         ("run 01 -p batches=1.5", ["batches", "int", "1.5"]),
@@ -211,7 +221,18 @@ def test_shared_memory_too_small_is_refused_before_measuring(here, tmp_path, mon
 # Help.
 
 
-@pytest.mark.parametrize("command", ["--help", "bench --help", "run --help", "doctor --help"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--help",
+        "bench --help",
+        "run --help",
+        "doctor --help",
+        "profile --help",
+        "calibrate --help",
+        "predict --help",
+    ],
+)
 def test_help_loads_nothing_heavy(tmp_path, command):
     before = [sys.executable, "-X", "importtime"]
     result = labkit(*command.split(), cwd=tmp_path, before=before)
@@ -224,9 +245,11 @@ def test_help_loads_nothing_heavy(tmp_path, command):
 
 def test_help_names_what_there_is(tmp_path):
     text = labkit("--help", cwd=tmp_path).stdout
-    assert all(verb in text for verb in ("bench", "run", "doctor"))
+    verbs = "bench", "run", "doctor", "profile", "calibrate", "predict"
+    assert all(verb in text for verb in verbs)
     text = labkit("bench", "--help", cwd=tmp_path).stdout
     options = {"device", "preset", "strategies", "batches", "workers", "slots", "depth"}
+    options |= {"model", "batch", "image", "process", "predict"}
     for option in options | {"images", "json"}:
         assert f"--{option}" in text
     text = labkit("run", "--help", cwd=tmp_path).stdout
@@ -240,7 +263,37 @@ def test_without_a_verb_the_help_is_shown(tmp_path):
     assert result.returncode in (0, 2)
 
 
-# A benchmark.
+# A benchmark, and its prediction.
+
+
+def test_what_was_calibrated_is_predicted(here, tmp_path):
+    result = here("calibrate", *SMOKE)
+    assert result.returncode == 0, result.stderr
+    assert "EMULATED" in result.stdout and "touched copy" in result.stdout
+    assert load_costs(tmp_path / "build" / "hardware.json").job["preset"] == "smoke"
+    result = here("predict", "--advise", "--strategy", "buffer_pool")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.lstrip().startswith("PREDICTED")
+    for name in RATES:
+        assert f"  {name} " in result.stdout
+    assert "one change to buffer_pool" in result.stdout
+    assert "strategy stream_pipeline" in result.stdout
+
+
+def test_bench_of_another_job_with_its_prediction(here, tmp_path):
+    given = (
+        "--model deeplabv3_mobilenet_v3_large --batch 2 --image 48 --process class_map --batches 3"
+    )
+    chosen = "sequential,pinned_async"
+    result = here(
+        "bench", *SMOKE, *given.split(), "--strategies", chosen, "--predict", "--json", "r.json"
+    )
+    assert result.returncode == 0, result.stderr
+    record = load_record(tmp_path / "r.json")
+    job = record["job"]
+    assert (job["batch"], job["image"], job["process"], job["batches"]) == (2, 48, "class_map", 3)
+    assert all(row["predicted_samples_per_s"] > 0 for row in record["strategies"])
+    assert "predicted" in result.stdout
 
 
 @pytest.fixture(scope="session")
