@@ -23,10 +23,10 @@ from .ranges import Listener, listen
 from .results import stamp
 from .workers import OutputWorkers
 
-_REPEATS = 7
+_FIRST, _REPEATS = 3, 7  # the first ones are left out
 _ROUNDS, _ON_DEVICE = 3, 5  # of so many operations between two events
-_WATCHED_S = 0.3  # so long at least are stages watched beside each other,
-_PASSES = 4  # and for so many passes of the slowest one
+_WATCHED_S = 0.4  # so long at least are stages watched beside each other,
+_PASSES = 6  # and for so many passes of the slowest one
 
 
 def calibrate(job: Job, preset: Preset, progress: Callable[[str], None] = lambda step: None):
@@ -41,8 +41,10 @@ def calibrate(job: Job, preset: Preset, progress: Callable[[str], None] = lambda
         progress("stages alone")
         bench = _Bench(job, stack)
         times = {stage: bench.on_device(stage) for stage in ("forward", "upload")}
-        loop = [[once() for once in bench.in_loop.values()] for _ in range(_REPEATS + 1)]
-        times |= dict(zip(bench.in_loop, map(list, zip(*loop[1:], strict=True)), strict=True))
+        # In turn, as a loop does: what memory a stage is given depends on the one before.
+        for stages in (("queue", "copy", "touched copy"), ("fresh copy", "process in the loop")):
+            rows = [[bench.in_loop[stage]() for stage in stages] for _ in range(_FIRST + _REPEATS)]
+            times |= dict(zip(stages, map(list, zip(*rows[_FIRST:], strict=True)), strict=True))
         progress("workers alone")
         bench.open_workers(workers, _PASSES * max(map(statistics.median, times.values())))
         times["process"] = bench.watch(processing=1)["process"]
@@ -130,10 +132,10 @@ class _Bench:
             "upload": lambda: self._device.upload(job.inputs[: job.batch]),
             "copy": lambda: self._pinned.copy_(self._scores, non_blocking=True),
         }
-        # Each does its stage once, in the main loop, and returns its seconds.
+        # Each does its stage from the main loop and returns the seconds of one.
         self.in_loop = {
             "queue": self._queue_forward,
-            "copy": _timed(lambda: self._queue["copy"]().event.synchronize()),
+            "copy": lambda: self._between_events("copy"),
             "touched copy": _timed(lambda: self._touched.copy_(self._scores)),
             "fresh copy": _timed(self._copy_fresh),
             "process in the loop": _timed(lambda: job.process(0, self._fresh)),
@@ -151,21 +153,22 @@ class _Bench:
         self.watch(processing=count, sending=4)
 
     def on_device(self, stage: str, beside: str = "", others: int = 0) -> list[float]:
-        """Seconds of `stage` by the device's events, beside `others` operations or alone."""
-        found = []
-        for _ in range(_ROUNDS + 1):
-            self._device.synchronize()
-            start, end = (self._device.Event(enable_timing=True) for _ in range(2))
-            with self._device.stream(self._side):
-                for _ in range(others):
-                    self._queue[beside]()
-            start.record()
-            for _ in range(_ON_DEVICE):
-                self._queue[stage]()
-            end.record()
-            self._device.synchronize()
-            found.append(start.elapsed_time(end) / 1e3 / _ON_DEVICE)
+        """Seconds of `stage` on the device, beside `others` operations or alone."""
+        found = [self._between_events(stage, beside, others) for _ in range(_ROUNDS + 1)]
         return found[1:]
+
+    def _between_events(self, stage: str, beside: str = "", others: int = 0) -> float:
+        self._device.synchronize()
+        start, end = (self._device.Event(enable_timing=True) for _ in range(2))
+        with self._device.stream(self._side):
+            for _ in range(others):
+                self._queue[beside]()
+        start.record()
+        for _ in range(_ON_DEVICE):
+            self._queue[stage]()
+        end.record()
+        self._device.synchronize()
+        return start.elapsed_time(end) / 1e3 / _ON_DEVICE
 
     def watch(self, loop: str = "", processing: int = 0, sending: int = 0) -> dict:
         """Seconds of each stage while all of these go on at the same time: `loop` in the main
