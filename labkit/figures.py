@@ -12,7 +12,7 @@ from . import metrics, plot_timeline, plots, timeline
 from .errors import LabError
 from .pipelines import STRATEGIES
 from .plot_timeline import plot_timelines
-from .plots import plot_ladder
+from .plots import plot_ladder, plot_predictions
 from .results import load_record
 from .trace_files import load_timeline
 
@@ -56,7 +56,10 @@ def committed(folder: Path) -> dict[str, tuple[Callable[[], Figure], str]]:
     the records or traces that it shows and of the code that draws it."""
     found = {}
     for path in sorted((folder / "records").glob("*.json")):
-        found[path.stem] = _ladder(path), _fingerprint([path], plots)
+        mark = _fingerprint([path], plots)
+        found[path.stem] = _ladder(path), mark
+        if any(row["predicted_samples_per_s"] for row in load_record(path)["strategies"]):
+            found[f"{path.stem}_predicted"] = _predicted(path), mark
     before: list[Path] = []
     for step, name in enumerate(STRATEGIES, 1):
         path = folder / "traces" / f"h200_{name}_nsys.json"
@@ -73,6 +76,10 @@ def committed(folder: Path) -> dict[str, tuple[Callable[[], Figure], str]]:
 
 def _ladder(path: Path) -> Callable[[], Figure]:
     return lambda: plot_ladder(load_record(path))
+
+
+def _predicted(path: Path) -> Callable[[], Figure]:
+    return lambda: plot_predictions(load_record(path))
 
 
 def _step(paths: list[Path], batches: int, dark: bool) -> Callable[[], Figure]:

@@ -3,6 +3,7 @@
 import ast
 import copy
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -286,7 +287,40 @@ def test_notebook_leaves_its_record_and_figure(all_five, stem):
     svg = (out / "figures" / f"{stem}.svg").read_text()
     assert all(name in svg for name in names) and "EMULATED" in svg
     assert (out / "figures" / f"{stem}.png").exists()
-    assert len(list((out / "records").iterdir())) == len(STEMS)
+    assert len(list((out / "records").iterdir())) == 2 * len(STEMS) - 1
+
+
+@pytest.mark.parametrize("stem", list(STEMS)[1:])
+def test_what_is_measured_was_predicted_before(all_five, stem):
+    _, out = all_five
+    record = load_record(out / "records" / f"{stem}.json")
+    stored = json.loads((out / "records" / f"{stem[:2]}_predicted.json").read_text())
+    assert stored["created"] <= record["created"] and stored["device"]["kind"] == "predicted"
+    assert stored["predicted_samples_per_s"] == {
+        row["name"]: row["predicted_samples_per_s"] for row in record["strategies"]
+    }
+    svg = (out / "figures" / f"{stem[:2]}_predicted_and_measured.svg").read_text()
+    assert "predicted" in svg and "EMULATED" in svg
+    said = (out / f"{stem}.ipynb").read_text()
+    last = record["strategies"][-1]["name"]
+    assert f"{last}: the largest difference is" in said or "too few batches to compare" in said
+
+
+@every_notebook
+def test_executed_notebooks_have_no_dead_widget(all_five, stem):
+    _, out = all_five
+    notebook = nbformat.read(out / f"{stem}.ipynb", as_version=nbformat.NO_CONVERT)
+    assert "widgets" not in notebook.metadata
+    kinds = {
+        kind
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        for kind in output.get("data", {})
+    }
+    assert not any("widget" in kind for kind in kinds)
+    if stem.startswith("05"):
+        assert "A static figure. For the explorer" in (out / f"{stem}.ipynb").read_text()
 
 
 @pytest.fixture
