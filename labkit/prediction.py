@@ -1,6 +1,6 @@
 """Predict what a strategy will reach, before it runs.
 
-The strategy itself runs, on a machine whose clock is calculated from what was calibrated
+The strategy itself runs, on parts whose clock is calculated from what was calibrated
 (virtual.py). It sees no measurement of any strategy: what it gets wrong is worth explaining.
 """
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from .clock import Machine
 from .costs import Costs
 from .metrics import summarize
 from .presets import Preset
@@ -16,7 +17,7 @@ from .ranges import listen
 from .results import save_record
 from .timeline import Span, Timeline
 from .timing import needed_parts
-from .virtual import Machine, VirtualJob, VirtualListener, VirtualPool, VirtualWorkers
+from .virtual import VirtualJob, VirtualListener, VirtualPool, VirtualWorkers
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,12 @@ def test_a_strategy_of_one_s_own_is_predicted_as_it_is_written():
 
     assert predict(impatient, costs(), size()).seconds == pytest.approx(10 * (F + C) + P)
 
+    def hoarder(job, workers, pool):
+        return [pool.acquire() for _ in range(10)]
+
+    with pytest.raises(LabError, match="wait for ever"):
+        predict(hoarder, costs(), size())
+
     def odd(job, gpu):
         pass
 
