@@ -98,7 +98,7 @@ def _ready(job: Job, strategy: Callable, preset: Preset, batches: int) -> Iterat
 
 def _describe(job: Job) -> str:
     megabytes = job.output_bytes / 1e6
-    return f"{job.name}, batches of {job.batch}, {megabytes:.0f} MB of output each"
+    return f"{job.name}, batches of {job.batch} ({megabytes:.0f} MB of output)"
 
 
 def _wrapper() -> str | None:

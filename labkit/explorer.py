@@ -150,7 +150,7 @@ def _words(costs: Costs, question: Question, prediction: Prediction) -> str:
         "scores on the host": f"{host_bytes(costs, question) / 1e6:,.0f} MB",
     }
     cells = "".join(
-        f"<td style='padding-right:2em'>{html.escape(what)}<br><b>{html.escape(value)}</b></td>"
+        f"<td style='padding-right:2em;text-align:left'>{html.escape(what)}<br><b>{html.escape(value)}</b></td>"
         for what, value in facts.items()
     )
     title = html.escape(prediction.timeline.title())

@@ -162,7 +162,7 @@ def _draw(
     axes.set_axisbelow(True)
     strategy, _, rest = timeline.title().partition(" - ")
     title = f"{strategy}: the GPU computes {busy:.0%} of the time\n{rest}"
-    axes.set_title(title, fontsize=10, loc="left", color=colours["ink"], parse_math=False)
+    axes.set_title(title, fontsize=9.5, loc="left", color=colours["ink"], parse_math=False)
 
 
 def _lane_name(lane: str, lanes: dict, timeline: Timeline) -> str:

@@ -69,10 +69,14 @@ def predict(strategy: Callable, costs: Costs, preset: Preset) -> Prediction:
     timeline = Timeline(
         machine.spans + [Span("host", *values) for values in heard.ranges],
         source="predicted",
-        device={"kind": "predicted", "name": "predicted", "profile": costs.device["name"]},
+        device={
+            "kind": "predicted",
+            "name": "predicted",
+            "profile": costs.device["profile"] or costs.device["name"],
+        },
         strategy=strategy.__name__,
-        job=f"{costs.job['model']}, batches of {costs.batch}, {costs.output_bytes / 1e6:.0f} MB "
-        "of output each",
+        job=f"{costs.job['model']}, batches of {costs.batch} "
+        f"({costs.output_bytes / 1e6:.0f} MB of output)",
     )
     return Prediction(strategy.__name__, preset.samples, costs.batch, machine.now, timeline)
 

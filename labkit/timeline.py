@@ -112,7 +112,8 @@ class Timeline:
         parts = [
             self.strategy or "a run",
             self.job,
-            f"{describe_device(self.device)} ({self.source})",
+            describe_device(self.device)
+            + ("" if self.source == self.device["kind"] else f" ({self.source})"),
         ]
         return " - ".join(part for part in parts if part)
 

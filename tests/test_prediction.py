@@ -145,7 +145,7 @@ def test_a_strategy_of_one_s_own_is_predicted_as_it_is_written():
 def test_a_prediction_says_what_it_is(tmp_path):
     found = predict_all(STRATEGIES.values(), costs(), size())
     title = found["pinned_async"].timeline.title()
-    assert "PREDICTED" in title and "predicted" in title and "NVIDIA H200" in title
+    assert "PREDICTED device, profile NVIDIA H200: not a GPU" in title
     assert "waits" in found["pinned_async"].limit
     assert prediction_table(found, costs()).title.startswith("PREDICTED")
     path = save_predictions(found, tmp_path / "predicted.json")
