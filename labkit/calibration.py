@@ -86,7 +86,7 @@ def _watch_pairs(bench: "_Bench", seconds: dict[str, float], workers: int) -> di
     slow.note(bench.watch("queue", sending=sending), "queue", "send")
     pairs = ("forward", "copy"), ("copy", "forward"), ("upload", "copy"), ("copy", "upload")
     for stage, other in pairs:
-        enough = 1 + math.ceil(2 * _ON_DEVICE * seconds[stage] / seconds[other])
+        enough = 1 + math.ceil(1.3 * _ON_DEVICE * seconds[stage] / seconds[other])
         slow.note({stage: bench.on_device(stage, other, enough)}, stage, other)
     return slow.shares
 

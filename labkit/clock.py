@@ -55,7 +55,7 @@ class Machine:
             self.env.run(until=event)
         except RuntimeError:
             raise LabError(
-                "this strategy would wait for ever: give slots to the workers before waiting for one"
+                "this strategy would wait for ever: give slots to the workers before it waits"
             ) from None
 
     def spend(self, stage: str, seconds: float) -> None:

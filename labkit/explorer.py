@@ -149,10 +149,8 @@ def _words(costs: Costs, question: Question, prediction: Prediction) -> str:
         "the device's ceiling": f"{question.batch / seconds[slowest]:,.0f} samples/s, by {slowest}",
         "scores on the host": f"{host_bytes(costs, question) / 1e6:,.0f} MB",
     }
-    cells = "".join(
-        f"<td style='padding-right:2em;text-align:left'>{html.escape(what)}<br><b>{html.escape(value)}</b></td>"
-        for what, value in facts.items()
-    )
+    cell = "<td style='padding-right:2em;text-align:left'>{}<br><b>{}</b></td>"
+    cells = "".join(cell.format(*map(html.escape, fact)) for fact in facts.items())
     title = html.escape(prediction.timeline.title())
     return f"<p><b>{title}</b></p><table><tr>{cells}</tr></table><p>{prediction.limit}</p>"
 
