@@ -3,17 +3,18 @@
 All of it is predicted, for a run so long that its two ends do not count.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .costs import Costs
 from .pipelines import STRATEGIES
-from .prediction import Prediction, predict
+from .prediction import predict
 from .presets import Preset
 from .timing import needed_parts
 
 _ENOUGH = 0.99  # of what can be reached
-_DEEPEST = 4
+_DEEPEST, _MOST = 3, 32  # copies in flight and workers that are tried
 _HALVED = ("fresh copy", "touched copy", "copy", "send", "process", "process in the loop")
 
 
@@ -39,44 +40,57 @@ def advise(costs: Costs, preset: Preset, strategy: str = "stream_pipeline") -> A
     slowest = max(("forward", "copy"), key=costs.seconds.get)
     ceiling = costs.batch / costs.seconds[slowest]
     preset = replace(preset, workers=preset.workers or costs.workers)
-    most = max(preset.workers, costs.host["cores"])
-    reach = min(ceiling, _rate(costs, _sized(preset, most, 2 * most + 4, _DEEPEST)))
-    smallest = next(some for some in _sizes(costs, preset, most, _ENOUGH * reach))
+    now = _rate(costs, preset, strategy)
+    # More workers may be slower, when they are in each other's way.
+    counts = {min(2**n, _most(costs, preset)) for n in range(_MOST.bit_length())}
+    best, workers = max((_plenty(costs, preset, count), count) for count in counts)
+    reach = min(ceiling, max(best, now if strategy == "stream_pipeline" else 0.0))
+    enough = min(_ENOUGH * reach, best)
     changes = [(what, _rate(*changed)) for what, *changed in _changes(costs, preset, strategy)]
     return Advice(
         ceiling=ceiling,
         limited_by=slowest,
         reach=reach,
-        smallest=smallest,
-        now=_rate(costs, preset, strategy),
+        smallest=_smallest(costs, preset, workers, enough),
+        now=now,
         changes=sorted(changes, key=lambda change: -change[1]),
     )
 
 
+def _most(costs: Costs, preset: Preset) -> int:
+    return min(_MOST, max(preset.workers, costs.host["cores"]))
+
+
 def _rate(costs: Costs, preset: Preset, strategy: str = "stream_pipeline") -> float:
-    return _long(costs, preset, strategy).steady_samples_per_s
-
-
-def _long(costs: Costs, preset: Preset, strategy: str) -> Prediction:
     # While slots last, even workers that are too slow hold nobody up: many more batches than slots.
-    batches = 40 + 8 * preset.slots
-    return predict(STRATEGIES[strategy], costs, replace(preset, samples=batches * costs.batch))
+    samples = (40 + 6 * preset.slots) * costs.batch
+    return predict(
+        STRATEGIES[strategy], costs, replace(preset, samples=samples)
+    ).steady_samples_per_s
 
 
-def _sized(preset: Preset, workers: int, slots: int, depth: int) -> Preset:
-    return replace(preset, workers=workers, slots=slots, depth=depth)
+def _plenty(costs: Costs, preset: Preset, workers: int) -> float:
+    """The rate with so many workers, and slots and depth enough."""
+    return _rate(costs, replace(preset, workers=workers, slots=2 * workers + 4, depth=2))
 
 
-def _sizes(costs: Costs, preset: Preset, most: int, enough: float) -> Iterator[Preset]:
-    """Sizes that are enough, the smallest first."""
-    for workers in range(1, most + 1):
-        if _rate(costs, _sized(preset, workers, 2 * most + 4, _DEEPEST)) < enough:
-            continue
-        for slots in range(1, 2 * most + 5):
-            for depth in range(1, min(slots, _DEEPEST) + 1):
-                size = _sized(preset, workers, slots, depth)
-                if _rate(costs, size) >= enough:
-                    yield size
+def _smallest(costs: Costs, preset: Preset, workers: int, enough: float) -> Preset:
+    """The fewest workers, then slots, then copies in flight whose rate is `enough`."""
+
+    def by_workers(count: int) -> bool:
+        return _plenty(costs, preset, count) >= enough
+
+    workers = bisect_left(range(1, workers), True, key=by_workers) + 1
+    sizes = []
+    for depth in range(1, _DEEPEST + 1):
+        size = replace(preset, workers=workers, depth=depth)
+
+        def by_slots(slots: int, size: Preset = size) -> bool:
+            return _rate(costs, replace(size, slots=slots)) >= enough
+
+        slots = range(depth, 2 * workers + 5)
+        sizes.append(replace(size, slots=slots[0] + bisect_left(slots[:-1], True, key=by_slots)))
+    return min(sizes, key=lambda size: (size.slots, size.depth))
 
 
 def _changes(costs: Costs, preset: Preset, strategy: str) -> Iterator[tuple]:

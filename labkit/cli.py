@@ -116,12 +116,9 @@ def profile(
     from .metrics import metrics_table, summarize
     from .plot_timeline import plot_timelines
     from .results import check_writable
-    from .timing import pick_strategies
     from .trace_files import export_perfetto, save_timeline
 
-    if "," in strategy:
-        raise LabError(f"one strategy at a time, got {strategy!r}")
-    name = pick_strategies(strategy)[0].__name__
+    name = _one_strategy(strategy)
     check_writable(out / "trace.json")
     size = get_preset(preset, open_device(device).kind, **changes)
     console = Console(markup=False)
@@ -174,9 +171,9 @@ def calibrate(
 def predict(
     profile: Annotated[Path, typer.Argument(help="what labkit calibrate wrote")] = _PROFILE,
     preset: PresetName = "auto",
-    batches: Annotated[int | None, typer.Option(help="batches in one run")] = None,
-    workers: Annotated[int | None, typer.Option(help="worker processes")] = None,
-    slots: Annotated[int | None, typer.Option(help="host buffers in a pool")] = None,
+    batches: Annotated[int | None, typer.Option(help="batches in one run", max=10_000)] = None,
+    workers: Annotated[int | None, typer.Option(help="worker processes", max=1000)] = None,
+    slots: Annotated[int | None, typer.Option(help="host buffers in a pool", max=1000)] = None,
     depth: Annotated[int | None, typer.Option(help="copies in flight in stream_pipeline")] = None,
     advise: Annotated[bool, typer.Option("--advise", help="say what to change")] = False,
     strategy: Annotated[str, typer.Option(help="for --advise: where you are")] = "stream_pipeline",
@@ -194,14 +191,13 @@ def predict(
     from .advice import advise as find_advice
     from .pipelines import STRATEGIES
     from .prediction import predict_all, prediction_table
-    from .timing import pick_strategies
 
+    chosen = _one_strategy(strategy)
     name = costs.job["preset"] if preset == "auto" else preset
-    size = get_preset(name, costs.device["kind"], **changes)
+    size = get_preset(name, costs.device["kind"], batch=costs.batch, **changes)
     console = Console(markup=False)
     console.print(prediction_table(predict_all(STRATEGIES.values(), costs, size), costs))
     if advise:
-        chosen = pick_strategies(strategy)[0].__name__
         console.print(advice_table(find_advice(costs, size, chosen), chosen))
 
 
@@ -253,6 +249,14 @@ def run(
             progress.console.print(f"{path.stem}: done")
             progress.advance(task)
     _print_ladder(out / "records" / f"{paths[-1].stem}.json")
+
+
+def _one_strategy(name: str) -> str:
+    from .timing import pick_strategies
+
+    if "," in name:
+        raise LabError(f"one strategy at a time, got {name!r}")
+    return pick_strategies(name)[0].__name__
 
 
 def _load_torch() -> None:

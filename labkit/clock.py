@@ -49,7 +49,7 @@ class Machine:
 
         Raises LabError when nothing is under way that could make it happen.
         """
-        if event.callbacks is None:
+        if event.triggered:
             return
         try:
             self.env.run(until=event)
@@ -77,8 +77,9 @@ class Machine:
         self._alarm = None
         if not self._active:
             return
+        rates = {stage: self._rate(stage) for stage, count in self._stages.items() if count}
         for work in self._active:
-            work.rate = self._rate(work.stage)
+            work.rate = rates[work.stage]
         first = min(self._active, key=lambda work: work.left / work.rate)
         self._alarm = self.env.timeout(max(0.0, first.left / first.rate), first)
         self._alarm.callbacks.append(self._ring)

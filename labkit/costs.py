@@ -25,6 +25,7 @@ STAGES = {
     "process in the loop": "post-processing in the main loop",
     "hand-over": "a message to a worker and back",
 }
+_SECONDS = {"type": "number", "minimum": 1e-9, "maximum": 1e6}
 _SHARES = {
     "type": "object",
     "propertyNames": {"enum": list(STAGES)},
@@ -39,7 +40,7 @@ SCHEMA = object_schema(
     job=JOB,
     input_bytes={"type": "integer", "minimum": 0, "maximum": 10**12},
     workers={"type": "integer", "minimum": 1, "maximum": 10_000},
-    seconds=object_schema(**dict.fromkeys(STAGES, NUMBER)),
+    seconds=object_schema(**dict.fromkeys(STAGES, _SECONDS)),
     spread=object_schema(**dict.fromkeys(STAGES, _SPREAD)),
     slowdowns={
         "type": "object",

@@ -17,6 +17,11 @@ from .presets import MODELS, Preset, check_depth
 _BATCHES, _SHOWN = 48, 3  # so many are predicted, and so many drawn
 # What the model gives for each pixel: bytes, against 21 scores in float32.
 PRECISIONS = {"float32 scores": 1.0, "bfloat16 scores": 1 / 2, "uint8, the best class": 1 / 84}
+_AS = {
+    "bfloat16": "bfloat16 scores",
+    "float16": "bfloat16 scores",
+    "uint8": "uint8, the best class",
+}
 _WITH_SCORES = ("fresh copy", "touched copy", "copy", "send", "process", "process in the loop")
 
 
@@ -42,7 +47,7 @@ class Question:
 def as_calibrated(costs: Costs, strategy: str = "stream_pipeline") -> Question:
     """The question that `costs` were calibrated for, with two slots a worker."""
     job, workers = costs.job, costs.workers
-    precision = next(iter(PRECISIONS))
+    precision = _AS.get(job["dtype"], next(iter(PRECISIONS)))
     return Question(
         strategy, job["model"], job["batch"], job["image"], precision, workers, 2 * workers, 2, 1.0
     )
@@ -52,16 +57,16 @@ def answer(costs: Costs, question: Question) -> Prediction:
     """The prediction for `question`, from what was calibrated for a job that may differ from it.
 
     Every stage is taken to grow with its bytes, the forward with its floating-point operations.
-    Raises LabError for a depth above the number of slots.
+    Raises LabError for a depth above the number of slots, and for a model whose operations are
+    not known.
     """
     check_depth(question.depth, question.slots)
     seconds = costs.seconds
     pixels = question.batch * question.image**2 / (costs.batch * costs.job["image"] ** 2)
-    work = _flops(question.model) / _flops(costs.job["model"])
-    size = pixels * PRECISIONS[question.precision]
+    size = _size(costs, question)
     asked = {stage: seconds[stage] * size for stage in _WITH_SCORES}
     asked["upload"] = seconds["upload"] * pixels
-    asked["forward"] = max(seconds["forward"] * pixels * work, seconds["queue"])
+    asked["forward"] = seconds["forward"] * pixels * _work(costs.job["model"], question.model)
     for stage in ("process", "process in the loop"):
         asked[stage] *= question.process_factor
     job = {
@@ -79,16 +84,30 @@ def answer(costs: Costs, question: Question) -> Prediction:
 
 def host_bytes(costs: Costs, question: Question) -> int:
     """What the strategy holds on the host: its slots, or the batches that are under way."""
-    pixels = question.batch * question.image**2 / (costs.batch * costs.job["image"] ** 2)
     batches = 1 if question.strategy == "sequential" else question.slots
-    return round(costs.output_bytes * pixels * PRECISIONS[question.precision]) * batches
+    return round(costs.output_bytes * _size(costs, question)) * batches
+
+
+def _size(costs: Costs, question: Question) -> float:
+    """The bytes of a batch's scores, over those of the calibrated ones."""
+    pixels = question.batch * question.image**2 / (costs.batch * costs.job["image"] ** 2)
+    calibrated = PRECISIONS[as_calibrated(costs).precision]
+    return pixels * PRECISIONS[question.precision] / calibrated
+
+
+def _work(calibrated: str, model: str) -> float:
+    """The operations of `model` for a pixel, over those of the calibrated one."""
+    if calibrated == model:
+        return 1.0
+    for name in (calibrated, model):
+        if name not in MODELS:
+            raise LabError(f"how much work {name!r} is for the GPU is not known: calibrate it")
+    return _flops(model) / _flops(calibrated)
 
 
 @functools.cache
 def _flops(model: str) -> float:
-    """Floating-point operations of one forward for a pixel; 1 for a model that is not the labs'."""
-    if model not in MODELS:
-        return 1.0
+    """Floating-point operations of one forward for a pixel."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
     from torchvision.models import segmentation
@@ -141,12 +160,12 @@ def _static(costs: Costs, why: str):
 
 def _words(costs: Costs, question: Question, prediction: Prediction) -> str:
     """Throughput, ceiling, host memory and the limit, as HTML."""
-    seconds = {span.stage: span.seconds for span in prediction.timeline.lane("compute")}
-    seconds |= {"copy": prediction.timeline.lane("copy")[0].seconds}
-    slowest = max(seconds, key=seconds.get)
+    lanes = (prediction.timeline.lane(lane)[0] for lane in ("compute", "copy"))
+    slowest = max(lanes, key=lambda span: span.seconds)
+    ceiling = question.batch / slowest.seconds
     facts = {
         "predicted, steady state": f"{prediction.steady_samples_per_s:,.0f} samples/s",
-        "the device's ceiling": f"{question.batch / seconds[slowest]:,.0f} samples/s, by {slowest}",
+        "the device's ceiling": f"{ceiling:,.0f} samples/s, by {slowest.stage}",
         "scores on the host": f"{host_bytes(costs, question) / 1e6:,.0f} MB",
     }
     cell = "<td style='padding-right:2em;text-align:left'>{}<br><b>{}</b></td>"
@@ -162,7 +181,8 @@ class Explorer:
         self._machines = {f"{n}: {costs.name}": costs for n, costs in enumerate(machines, 1)}
         costs = machines[0]
         start = as_calibrated(costs)
-        models = list(dict.fromkeys([start.model, *MODELS]))
+        calibrated = [costs.job for costs in machines]
+        models = list(dict.fromkeys([*(job["model"] for job in calibrated), *MODELS]))
         style = {"style": {"description_width": "9em"}, "layout": {"width": "24em"}}
 
         def choice(options, value, name):
@@ -174,8 +194,8 @@ class Explorer:
                 continuous_update=False, **style,
             )  # fmt: skip
 
-        powers = sorted({1, 2, 4, 8, 16, 32, 64, 128, start.batch})
-        images = sorted({64, 128, 256, 384, 512, 1024, start.image})
+        powers = sorted({1, 2, 4, 8, 16, 32, 64, 128, *(job["batch"] for job in calibrated)})
+        images = sorted({64, 128, 256, 384, 512, 1024, *(job["image"] for job in calibrated)})
         self.controls = {
             "strategy": choice(list(STRATEGIES), start.strategy, "strategy"),
             "model": choice(models, start.model, "model"),

@@ -5,6 +5,7 @@ The strategy itself runs, on parts whose clock is calculated from what was calib
 """
 
 import datetime
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ class Prediction:
     strategy: str
     samples: int
     batch: int
+    workers: int
     seconds: float
     timeline: Timeline
 
@@ -37,9 +39,14 @@ class Prediction:
     @property
     def steady_samples_per_s(self) -> float:
         """Without the two ends of the run, which count less the longer it is."""
-        start, end = self.timeline.steady()
-        inside = sum(start < span.end <= end for span in self.timeline.lane("copy"))
-        return inside * self.batch / (end - start)
+        ends = sorted(span.end for span in self.timeline.lane("copy"))
+        ends = ends[len(ends) // 4 :]
+        # Workers that limit a run give slots back in bursts, so whole bursts are compared.
+        burst = max(1, min(self.workers, len(ends) // 2))
+        apart = (len(ends) - burst) // burst * burst
+        first, last = ends[:burst], ends[apart : apart + burst]
+        seconds = statistics.fmean(last) - statistics.fmean(first)
+        return apart * self.batch / seconds if seconds > 0 else self.samples_per_s
 
     @property
     def limit(self) -> str:
@@ -58,8 +65,8 @@ def predict(strategy: Callable, costs: Costs, preset: Preset) -> Prediction:
     names, parts, pool = needed_parts(strategy), {}, None
     for name in names & {"pool", "pinned_pool"}:
         pool = parts[name] = VirtualPool(job.device, preset.slots, name == "pinned_pool")
-    if "workers" in names:
-        count = preset.workers or costs.workers
+    count = (preset.workers or costs.workers) if "workers" in names else 0
+    if count:
         parts["workers"] = VirtualWorkers(machine, count, pool, preset.slots)
     if "depth" in names:
         parts["depth"] = preset.depth
@@ -78,7 +85,7 @@ def predict(strategy: Callable, costs: Costs, preset: Preset) -> Prediction:
         job=f"{costs.job['model']}, batches of {costs.batch} "
         f"({costs.output_bytes / 1e6:.0f} MB of output)",
     )
-    return Prediction(strategy.__name__, preset.samples, costs.batch, machine.now, timeline)
+    return Prediction(strategy.__name__, preset.samples, costs.batch, count, machine.now, timeline)
 
 
 def predict_all(

@@ -28,8 +28,8 @@ HOST = object_schema(cores=COUNT, python=TEXT, torch=TEXT, torchvision=TEXT)
 JOB = object_schema(
     model=TEXT,
     preset=TEXT,
-    batch=COUNT,
-    image=COUNT,
+    batch={**COUNT, "minimum": 1},
+    image={**COUNT, "minimum": 1},
     dtype=TEXT,
     output_bytes=COUNT,
     batches=COUNT,
@@ -161,8 +161,9 @@ def load_json(path: str | Path, schema: dict, what: str) -> dict:
             raise LabError(f"{str(path)!r} is not a file")
         if path.stat().st_size > _SIZE_LIMIT_BYTES:
             raise LabError(f"{str(path)!r} is too large for a {what}")
-        content = json.loads(path.read_text(), parse_constant=_refuse)
-        jsonschema.validate(content, schema)
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        json.dumps(content, ensure_ascii=False).encode()  # half a letter cannot be printed
+        _validator(schema).validate(content)
     except OSError as error:
         raise LabError(f"cannot read the {what} {str(path)!r}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -171,6 +172,15 @@ def load_json(path: str | Path, schema: dict, what: str) -> dict:
         where = "/".join(map(str, error.absolute_path)) or "top level"
         raise LabError(f"{str(path)!r} is not a {what}: {error.message[:200]} at {where}") from None
     return content
+
+
+def _validator(schema: dict):
+    """One for which 8.0 is no whole number, since Python cannot count with it."""
+    import jsonschema
+
+    base = jsonschema.Draft202012Validator
+    types = base.TYPE_CHECKER.redefine("integer", lambda checker, value: type(value) is int)
+    return jsonschema.validators.extend(base, type_checker=types)(schema)
 
 
 def _refuse(constant: str):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import simpy
 
 from .clock import Machine
+from .errors import LabError
 from .ranges import Listener, annotate
 from .timeline import DEVICE_LANES, Span
 
@@ -22,7 +23,7 @@ class _Operation:
         self.done = device.machine.env.event()
         self._device, self._engine = device, device.engines[DEVICE_LANES[stage]]
         self.stage, self.seconds, self._tensor, self._pinned = stage, seconds, tensor, pinned
-        waits = [need for need in needs if need.callbacks is not None]
+        waits = [need for need in needs if not need.triggered]
         self._missing = len(waits)
         for need in waits:
             need.callbacks.append(self._met)
@@ -83,7 +84,7 @@ class VirtualEvent:
         self.needs = (stream or self._device.current_stream()).needs
 
     def query(self) -> bool:
-        return all(need.callbacks is None for need in self.needs)
+        return all(need.triggered for need in self.needs)
 
     def synchronize(self) -> None:
         for need in self.needs:
@@ -203,7 +204,7 @@ class VirtualPool:
     def __init__(self, device: VirtualDevice, slots: int, page_locked: bool):
         self.device, self.slots, self.page_locked = device, slots, page_locked
         self.free = deque(_Slot(index, self) for index in range(slots))
-        self.wait_for_release: Callable[[], None] | None = None  # set by VirtualWorkers
+        self.wait_for_release: Callable[[], None] = self._nobody_releases
 
     def acquire(self) -> _Slot:
         if not self.free:
@@ -212,15 +213,22 @@ class VirtualPool:
                     self.wait_for_release()
         return self.free.popleft()
 
+    def _nobody_releases(self) -> None:
+        raise LabError(f"all {self.slots} slots are held and no worker has one to give back")
+
 
 class _Worker:
     def __init__(self, number: int):
         self.lane = f"worker {number}"
         self.tasks: deque[tuple] = deque()  # (batch, slot or tensor), oldest first
+        self.known = 0  # tasks that it has as far as the main loop knows
 
 
 class VirtualWorkers:
-    """Workers that take a slot by its number, and a bare tensor through their one feeder."""
+    """Workers that take a slot by its number, and a bare tensor through their one feeder.
+
+    As with the real ones, the main loop learns that a batch is done when it waits for one.
+    """
 
     def __init__(self, machine: Machine, count: int, pool: VirtualPool | None, limit: int):
         self._machine, self._pool, self._limit = machine, pool, limit
@@ -228,18 +236,22 @@ class VirtualWorkers:
         self._to_send: deque[tuple] = deque()  # (worker, batch, tensor), oldest first
         self._sending = False
         self._under_way = 0
+        self._done: list[tuple] = []  # (worker, slot) of batches that nobody has asked for
         self._reply = machine.env.event()
         if pool is not None:
-            pool.wait_for_release = self._wait
+            pool.wait_for_release = self._wait_for_release
 
     def submit(self, batch: int, item) -> None:
         bare = isinstance(item, VirtualTensor)
+        if not bare and not item.event.query():
+            raise LabError(f"slot {item.index} was submitted while its copy is running")
         if bare and self._under_way >= self._limit:
             with annotate("wait for workers"):
                 while self._under_way >= self._limit:
-                    self._wait()
+                    self._collect()
         self._under_way += 1
-        worker = min(self._workers, key=lambda worker: len(worker.tasks))
+        worker = min(self._workers, key=lambda worker: worker.known)
+        worker.known += 1
         worker.tasks.append((batch, item))
         if bare:
             self._to_send.append((worker, batch, item))
@@ -250,11 +262,24 @@ class VirtualWorkers:
     def results(self) -> list:
         with annotate("wait for workers"):
             while self._under_way:
-                self._wait()
+                self._collect()
         return []
 
-    def _wait(self) -> None:
-        self._machine.wait(self._reply)
+    def _wait_for_release(self) -> None:
+        if not self._under_way:
+            self._pool._nobody_releases()
+        self._collect()
+
+    def _collect(self) -> None:
+        """Wait until a batch is done; take note of all that are."""
+        if not self._done:
+            self._machine.wait(self._reply)
+        for worker, slot in self._done:
+            worker.known -= 1
+            self._under_way -= 1
+            if slot is not None:
+                self._pool.free.append(slot)
+        self._done = []
 
     def _feed(self) -> None:
         """Send the oldest tensor, unless its worker is still at another batch."""
@@ -286,9 +311,7 @@ class VirtualWorkers:
         def done() -> None:
             self._note(worker, "process", start, batch)
             worker.tasks.popleft()
-            self._under_way -= 1
-            if slot is not None:
-                self._pool.free.append(slot)
+            self._done.append((worker, slot))
             reply, self._reply = self._reply, self._machine.env.event()
             reply.succeed()
             if slot is None:

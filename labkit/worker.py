@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from contextlib import contextmanager
 from multiprocessing import connection
 
 import torch
@@ -55,7 +56,8 @@ class ProcessWorker(Worker):
             name=f"worker {number}",
             daemon=True,
         )
-        self._process.start()
+        with _no_interrupt():
+            self._process.start()
         theirs.close()  # so that our reads end when the worker does
         self.sentinel = self._process.sentinel
 
@@ -97,6 +99,19 @@ class ProcessWorker(Worker):
             hint = " (out of memory?)" if name == "SIGKILL" else ""
             return f"was killed by {name}{hint}"
         return f"ended with exit code {code}"
+
+
+@contextmanager
+def _no_interrupt():
+    """Hold an interrupt back while processes start that are not ready for one."""
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class ThreadWorker(Worker):

@@ -11,6 +11,7 @@ from sample_record import sample_costs
 from test_prediction import size
 
 from labkit import Job, LabError, archive, calibrate, load_costs, open_device, predict, save_costs
+from labkit.calibration import _Slowdowns
 from labkit.costs import STAGES, costs_table
 from labkit.pipelines import STRATEGIES
 
@@ -103,6 +104,12 @@ def test_a_profile_survives_its_file(tmp_path):
         {"device": {"kind": "quantum", "name": "x", "profile": None}},
         {"rates": {}},
         {"spread": {stage: [1] for stage in STAGES}},
+        {"workers": 2.0},
+        {"job": {**sample_costs().job, "batch": 0}},
+        {"job": {**sample_costs().job, "batch": 8.0}},
+        {"job": {**sample_costs().job, "image": 0}},
+        {"host": {**sample_costs().host, "cores": 3.0}},
+        {"seconds": {**sample_costs().seconds, "copy": 5e-324}},
         {"schema": 2},
     ],
 )
@@ -112,6 +119,27 @@ def test_what_is_no_profile_gives_one_line(tmp_path, change):
     with pytest.raises(LabError, match="is not a hardware profile") as caught:
         load_costs(path)
     assert "\n" not in str(caught.value)
+
+
+def test_half_a_letter_gives_one_line(tmp_path):
+    path = save_costs(sample_costs(), tmp_path / "hardware.json")
+    path.write_text(path.read_text().replace("NVIDIA H200", "\\ud800"))
+    with pytest.raises(LabError, match="hardware.json"):
+        load_costs(path)
+
+
+def test_what_others_cost_is_told_apart():
+    slow = _Slowdowns({"process": 10.0, "copy": 2.0})
+    # Three at once took 16: each of the two others costs 0.3.
+    slow.note({"process": [15.0, 16.0, 90.0]}, "process", "process", 2)
+    assert slow.shares["process"]["process"] == pytest.approx(0.3)
+    # Three at once and a copy took 21: 0.5 of it is the copy's.
+    slow.note({"process": [21.0]}, "process", "copy", among=3)
+    assert slow.shares["process"]["copy"] == pytest.approx(0.5)
+    slow.note({"copy": [3.0]}, "copy", "process", 4)
+    assert slow.shares["copy"]["process"] == pytest.approx(0.125)
+    slow.note({"copy": [1.9]}, "copy", "upload")
+    assert "upload" not in slow.shares["copy"]
 
 
 def test_the_emulated_device_runs_at_a_profile_s_rates():

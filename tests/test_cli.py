@@ -92,6 +92,7 @@ def no_torch(tmp_path_factory):
         ("calibrate --workers 0", ["workers", "at least 1"]),
         ("predict missing.json", ["hardware profile", "missing.json"]),
         ("predict --slots 1 --depth 2", ["depth 2", "slots"]),
+        ("predict --slots 100000000", ["slots", "1000"]),
         ("bench --preset smoke --depth 4", ["depth 4", "slots", "3"]),
         ("bench --nope", ["--nope"]),
         ("bench extra", ["extra"]),

@@ -39,11 +39,14 @@ def test_what_was_calibrated_is_answered_as_it_is(costs):
         ({"image": 512}, 8 / 16.0),  # four times the pixels
         ({"strategy": "pinned_async"}, 8 / 5.0),
         ({"strategy": "pinned_async", "precision": "bfloat16 scores"}, 8 / 4.5),
+        ({"strategy": "pinned_async", "upload": 3.0, "precision": "bfloat16 scores"}, 8 / 7.5),
         ({"process_factor": 8.0}, 8 / 10.0),  # 20 s of processing, two workers
         ({"process_factor": 8.0, "workers": 8, "slots": 16}, 8 / 4.0),
     ],
 )
 def test_every_knob_does_what_it_says(costs, change, rate):
+    if "upload" in change:  # a cost, and none of the knobs
+        costs = costs.scaled({"upload": change.pop("upload")})
     question = replace(as_calibrated(costs), **change)
     assert answer(costs, question).steady_samples_per_s == pytest.approx(rate, rel=0.03)
 
@@ -54,6 +57,22 @@ def test_a_larger_model_takes_its_operations(costs):
     # 75 and 1248 thousand operations a pixel, by torch's own counter.
     factor = large.timeline.lane("compute")[0].seconds / small.timeline.lane("compute")[0].seconds
     assert 16 < factor < 17.5
+
+
+def test_a_model_whose_operations_nobody_knows(costs):
+    own = costs.scaled({}, model="a convolution")
+    assert answer(own, as_calibrated(own)).samples_per_s > 0
+    with pytest.raises(LabError, match="'a convolution' is for the GPU is not known"):
+        answer(own, replace(as_calibrated(own), model="deeplabv3_resnet50"))
+
+
+def test_precision_is_counted_from_what_was_calibrated(costs):
+    half = costs.scaled({}, dtype="bfloat16")
+    question = as_calibrated(half)
+    assert question.precision == "bfloat16 scores"
+    assert host_bytes(half, replace(question, slots=1)) == half.output_bytes
+    full = replace(question, slots=1, precision="float32 scores")
+    assert host_bytes(half, full) == 2 * half.output_bytes
 
 
 def test_memory_on_the_host(costs):

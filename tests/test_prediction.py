@@ -70,7 +70,37 @@ def test_by_hand_with_other_limits():
     assert seconds("stream_pipeline", costs(upload=0.5)) == pytest.approx(0.5 + 10 * F + C + P)
 
 
+def test_the_small_costs_count_too():
+    assert seconds("stream_pipeline", costs(**{"hand-over": 0.5})) == pytest.approx(
+        10 * F + C + 0.5 + P
+    )
+    # Queuing is the main loop's own time: the device starts at once, the loop goes on later.
+    assert seconds("sequential", costs(queue=F + 1)) == pytest.approx(10 * (F + 1 + FRESH + LOOP))
+    # As many bare tensors are under way as there are slots, and no more.
+    slow = costs(process=30.0)
+    one = predict(STRATEGIES["multi_worker"], slow, size(workers=1, slots=2)).timeline
+    forwards = [span.start for span in one.lane("compute")]
+    assert forwards[3] >= FRESH + F + SEND + 30.0 > forwards[2]
+    # Without a number of workers in the preset: as many as were calibrated.
+    assert seconds("buffer_pool", slow, size(workers=0)) == pytest.approx(
+        seconds("buffer_pool", slow, size(workers=2))
+    )
+    assert predict(STRATEGIES["buffer_pool"], slow, size(workers=0)).workers == 2
+
+
+def test_the_main_loop_learns_late_that_a_batch_is_done():
+    """As with the real ones: a worker is chosen by what was collected, not by what is done."""
+    known = costs(process=9.0, forward=10.0)
+    found = predict(STRATEGIES["buffer_pool"], known, size(6, workers=2, slots=6)).timeline
+    lanes = {span.batch: span.lane for span in found.spans if span.name == "process"}
+    # Nothing is collected before the end, so they are dealt out in turn, though 0 was idle.
+    assert [lanes[batch] for batch in range(6)] == ["worker 0", "worker 1"] * 3
+
+
 def test_a_smaller_last_batch_costs_its_share():
+    sending = costs(send=40.0, process=0.0)
+    whole, part = (seconds("multi_worker", sending, size(2, part=n)) for n in (0, 6))
+    assert whole - part == pytest.approx(0.75 * 40.0)
     assert seconds("sequential", costs(), size(part=6)) == pytest.approx(9.25 * (F + FRESH + LOOP))
 
 
@@ -132,8 +162,15 @@ def test_a_strategy_of_one_s_own_is_predicted_as_it_is_written():
     def hoarder(job, workers, pool):
         return [pool.acquire() for _ in range(10)]
 
-    with pytest.raises(LabError, match="wait for ever"):
+    with pytest.raises(LabError, match="no worker has one to give back"):
         predict(hoarder, costs(), size())
+
+    def hasty(job, workers, pinned_pool):
+        slot = pinned_pool.acquire()
+        workers.submit(0, slot.copy_(job.forward(next(job.batches())), non_blocking=True))
+
+    with pytest.raises(LabError, match="submitted while its copy is running"):
+        predict(hasty, costs(), size())
 
     def odd(job, gpu):
         pass
@@ -187,6 +224,54 @@ def test_the_smallest_size_that_is_enough():
     assert found.smallest.slots == 3
     smaller = replace(found.smallest, slots=2, samples=800, depth=1)
     assert predict(STRATEGIES["stream_pipeline"], known, smaller).steady_samples_per_s < 0.99 * 2
+
+
+@pytest.mark.parametrize(
+    ("cores", "process"), [(4, 10.0), (3, 10.0), (8, 30.0), (2, 20.0), (16, 40.0), (6, 2.5)]
+)
+def test_the_smallest_size_reaches_it_and_one_smaller_does_not(cores, process):
+    known = costs(forward=1.0, copy=0.3, process=process)
+    known = replace(known, host={**known.host, "cores": cores})
+    found = advise(known, size(workers=2, slots=4))
+    right = min(8 / 1.0, 8 * cores / process)
+    assert found.reach == pytest.approx(right, rel=0.005)
+
+    def rate(**changes) -> float:
+        """Over so many batches that neither the ends nor a period counts."""
+        long = replace(found.smallest, **changes, samples=8 * 1500)
+        return predict(STRATEGIES["stream_pipeline"], known, long).samples_per_s
+
+    assert rate() > 0.98 * right
+    smallest = found.smallest
+    if smallest.workers > 1:
+        assert rate(workers=smallest.workers - 1) < 0.99 * right
+    if smallest.slots > smallest.depth:
+        assert rate(slots=smallest.slots - 1) < 0.995 * right
+
+
+def test_the_ceiling_is_the_slower_one_of_forward_and_copy():
+    found = advise(costs(copy=9.0), size())
+    assert (found.ceiling, found.limited_by) == (8 / 9.0, "copy")
+
+
+def test_workers_in_each_other_s_way_are_not_advised():
+    known = costs({"process": {"process": 1.5}}, forward=1.0, copy=1.0, process=4.0)
+    found = advise(replace(known, host={**known.host, "cores": 8}), size(workers=1, slots=2))
+    assert found.reach >= found.now * 0.999
+    assert found.smallest.workers == 1
+
+
+@pytest.mark.timeout(60)
+def test_advice_comes_soon_for_a_large_machine():
+    known = replace(costs(process=400.0), host={**costs().host, "cores": 10**9})
+    assert advise(known, size(workers=2, slots=4)).smallest.workers == 32
+
+
+def test_costs_of_next_to_nothing_have_a_rate():
+    nothing = costs(**dict.fromkeys(SECONDS, 0.0))
+    nothing.seconds["upload"] = 1.0
+    for strategy in STRATEGIES.values():
+        assert predict(strategy, nothing, size(5)).steady_samples_per_s > 0
 
 
 def test_one_change_at_a_time_the_best_first():
