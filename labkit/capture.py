@@ -27,7 +27,7 @@ from .pipelines import STRATEGIES
 from .presets import Preset
 from .recorder import Recorder
 from .timeline import Timeline
-from .timing import open_parts
+from .timing import open_parts, warm_up
 from .trace_files import load_timeline
 from .workload import segmentation_job
 
@@ -91,7 +91,7 @@ def _ready(job: Job, strategy: Callable, preset: Preset, batches: int) -> Iterat
     """`strategy` with all its parts open and warmed up, as a function without arguments."""
     workers = preset.workers or default_workers()
     with open_parts(strategy, job, preset, workers) as parts:
-        strategy(job.first(3 + (workers if "workers" in parts else 0)), **parts)
+        warm_up(strategy, job, parts, workers + 2 * preset.slots)
         job.device.synchronize()
         yield lambda: strategy(job.first(batches), **parts)
 

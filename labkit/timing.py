@@ -48,7 +48,7 @@ def measure(
         name = strategy.__name__
         progress(f"{name}: warming up")
         with open_parts(strategy, job, preset, workers) as parts:
-            strategy(job.first(3 + (workers if "workers" in parts else 0)), **parts)
+            warm_up(strategy, job, parts, workers + 2 * preset.slots)
             seconds, digests = [], set()
             for repeat in range(preset.repeats):
                 progress(f"{name}: run {repeat + 1} of {preset.repeats}")
@@ -81,6 +81,11 @@ def measure(
             }
         )
     return make_record(job, preset, ceiling, rows)
+
+
+def warm_up(strategy: Callable, job: Job, parts: dict, more: int) -> None:
+    """Run a few batches, and `more` with workers: until then each finds memory that is new."""
+    strategy(job.first(3 + (more if "workers" in parts else 0)), **parts)
 
 
 @contextmanager
