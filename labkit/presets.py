@@ -57,7 +57,7 @@ def get_preset(name: str, device_kind: str, **changes: int | None) -> Preset:
             check_model(value)
         else:
             check_count(key, value)
-    if "batches" in changes or "batch" in changes:
+    if "batches" in changes or ("batch" in changes and "samples" not in changes):
         # From a full last batch as many are missing as before, if it can be.
         missing = preset.batches * preset.batch - preset.samples
         batch, batches = changes.get("batch", preset.batch), changes.pop("batches", preset.batches)

@@ -163,3 +163,19 @@ def test_notebooks_offer_presets_that_exist():
         (comment,) = re.findall(r"^preset: str = .*# (.*)$", source.read_text(), re.MULTILINE)
         for name in re.split(r", | or ", comment):
             assert get_preset(name, "emulated")
+
+
+@pytest.mark.parametrize(
+    ("changes", "batch", "batches", "samples"),
+    [
+        ({}, 8, 20, 156),
+        ({"batches": 5}, 8, 5, 36),
+        ({"batch": 16}, 16, 20, 316),
+        ({"batch": 2}, 2, 20, 39),  # four cannot be missing from a batch of two
+        ({"batch": 16, "batches": 3}, 16, 3, 44),
+        ({"batch": 1, "samples": 2}, 1, 2, 2),
+    ],
+)
+def test_a_preset_of_another_size(changes, batch, batches, samples):
+    size = get_preset("workshop", "emulated", **changes)
+    assert (size.batch, size.batches, size.samples) == (batch, batches, samples)
