@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import LabError
 from .hardware import HardwareProfile, describe_device
-from .results import DEVICE, HOST, JOB, NUMBER, TEXT, load_json, object_schema, save_record
+from .results import NUMBER, STAMP, load_json, object_schema, save_record
 
 # Seconds for a full batch. A copy is `fresh` into memory that was just allocated, `touched` into
 # a pool's pageable slot, and plainly a copy into a page-locked one.
@@ -33,11 +33,7 @@ _SHARES = {
 }
 _SPREAD = {"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 2}
 SCHEMA = object_schema(
-    schema={"const": 1},
-    created=TEXT,
-    device=DEVICE,
-    host=HOST,
-    job=JOB,
+    **STAMP,
     input_bytes={"type": "integer", "minimum": 0, "maximum": 10**12},
     workers={"type": "integer", "minimum": 1, "maximum": 10_000},
     seconds=object_schema(**dict.fromkeys(STAGES, _SECONDS)),

@@ -1,5 +1,6 @@
 """The ladder, and predictions beside it, drawn from a record and nothing else."""
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .errors import LabError
@@ -22,19 +23,12 @@ def plot_ladder(record: dict) -> Figure:
     widest = max([ceiling["samples_per_s"], *(row["spread"][1] for row in rows)])
     for place, row in enumerate(rows):
         rate = row["samples_per_s"]
-        low, high = row["spread"]
-        axes.barh(
-            place,
-            rate,
-            color=_BAR if is_right(record, row) else _WRONG,
-            xerr=[[rate - low], [high - rate]],
-            error_kw={"ecolor": "black", "capsize": 3, "lw": 1},
-        )
+        _bar(axes, place, row, _BAR if is_right(record, row) else _WRONG)
         times = speedup(record, row)
         label = f"{rate:,.0f}" if times is None else f"{rate:,.0f}  ({times:.1f}x)"
         if not is_right(record, row):
             label = "wrong bytes"
-        start, ceiling_at = high + 0.015 * widest, ceiling["samples_per_s"]
+        start, ceiling_at = row["spread"][1] + 0.015 * widest, ceiling["samples_per_s"]
         if start <= ceiling_at < start + 0.2 * widest:  # not across the ceiling's line
             start = ceiling_at + 0.015 * widest
         axes.text(start, place, label, va="center", fontsize=10)
@@ -47,9 +41,7 @@ def plot_ladder(record: dict) -> Figure:
     axes.set_ylim(len(rows) - 0.4, -0.95)
     axes.set_xlim(0, 1.22 * widest)
     axes.set_xlabel("samples per second, to the last result back (bar: median, whisker: all runs)")
-    axes.spines[["top", "right"]].set_visible(False)
-    head, _, where = title(record).partition(" - ")
-    axes.set_title(f"{head}\n{where}", fontsize=10, loc="left")
+    _finish(axes, record)
     figure.set_label(describe_ladder(record))
     return figure
 
@@ -65,26 +57,33 @@ def plot_predictions(record: dict) -> Figure:
     widest = max(max(row["spread"][1], row["predicted_samples_per_s"]) for row in rows)
     for place, row in enumerate(rows):
         rate, predicted = row["samples_per_s"], row["predicted_samples_per_s"]
-        low, high = row["spread"]
-        axes.barh(
-            place, rate, height=0.6, color=_BAR,
-            xerr=[[rate - low], [high - rate]],
-            error_kw={"ecolor": "black", "capsize": 3, "lw": 1},
-        )  # fmt: skip
-        axes.plot(
-            [predicted, predicted], [place - 0.42, place + 0.42], color=_CEILING, lw=3,
-        )  # fmt: skip
+        _bar(axes, place, row, _BAR)
+        axes.plot([predicted, predicted], [place - 0.44, place + 0.44], color=_CEILING, lw=3)
         label = f"{rate:,.0f} measured, {predicted:,.0f} predicted ({prediction_error(row):+.1%})"
-        axes.text(max(high, predicted) + 0.015 * widest, place, label, va="center", fontsize=9)
+        axes.text(
+            max(row["spread"][1], predicted) + 0.015 * widest, place, label, va="center", fontsize=9
+        )
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 1.65 * widest)
     axes.set_xlabel("samples per second (bar: measured, whisker: all runs; line: predicted before)")
+    _finish(axes, record)
+    figure.set_label(describe_predictions(record))
+    return figure
+
+
+def _bar(axes: Axes, place: int, row: dict, colour: str) -> None:
+    """A strategy's median, and its lowest and highest run as a whisker."""
+    rate = row["samples_per_s"]
+    low, high = row["spread"]
+    whisker = {"ecolor": "black", "capsize": 3, "lw": 1}
+    axes.barh(place, rate, color=colour, xerr=[[rate - low], [high - rate]], error_kw=whisker)
+
+
+def _finish(axes: Axes, record: dict) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     head, _, where = title(record).partition(" - ")
     axes.set_title(f"{head}\n{where}", fontsize=10, loc="left")
-    figure.set_label(describe_predictions(record))
-    return figure
 
 
 def describe_predictions(record: dict) -> str:

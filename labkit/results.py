@@ -36,12 +36,10 @@ JOB = object_schema(
     samples=COUNT,
     process=TEXT,
 )
+# When, on what, and of which job: what stamp() gives.
+STAMP = {"schema": {"const": 1}, "created": TEXT, "device": DEVICE, "host": HOST, "job": JOB}
 SCHEMA = object_schema(
-    schema={"const": 1},
-    created=TEXT,
-    device=DEVICE,
-    host=HOST,
-    job=JOB,
+    **STAMP,
     ceiling=object_schema(
         samples_per_s=NUMBER,
         limited_by={"enum": ["forward", "copy", "process"]},

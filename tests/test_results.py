@@ -17,7 +17,7 @@ from sample_record import RATES, row, sample_record
 
 from labkit import LabError, check_digests, ladder_table, load_record, plot_ladder, save_record
 from labkit.figures import committed, main, save_figure
-from labkit.plots import describe_ladder
+from labkit.plots import describe_ladder, plot_predictions
 from labkit.results import check_writable, speedup, title
 
 FIGURES = Path(__file__).parent.parent / "figures"
@@ -419,3 +419,38 @@ def test_changed_code_makes_its_figures_stale(tmp_path, monkeypatch):
     real = inspect.getsource
     monkeypatch.setattr(inspect, "getsource", lambda module: real(module) + "# changed")
     assert stale_figures(tmp_path) == ["cuda"]
+
+
+# Predictions beside what was measured.
+
+
+def predicted_record() -> dict:
+    record = sample_record()
+    for each, factor in zip(record["strategies"], (1.1, 0.75, None, 1.0, 2.0), strict=True):
+        if factor is not None:
+            each["predicted_samples_per_s"] = factor * each["samples_per_s"]
+    return record
+
+
+def test_the_table_shows_the_predictions_and_their_errors():
+    shown = show(predicted_record())
+    for name, said in (("sequential", "110 +10%"), ("multi_worker", "112 -25%")):
+        assert said in next(line for line in shown.splitlines() if name in line)
+    assert "predicted" in shown and "busy" not in shown
+    assert "predicted" not in show(sample_record())
+
+
+def test_the_figure_marks_each_prediction():
+    figure = plot_predictions(predicted_record())
+    [axes] = figure.axes
+    marks = [line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1]
+    for rate in (110.0, 112.5, 1234.5, 3000.0):
+        assert any(abs(mark - rate) < 1e-6 for mark in marks)
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == ["sequential", "multi_worker", "pinned_async", "stream_pipeline"]
+    assert "EMULATED" in axes.get_title(loc="left")
+    assert "1,500 samples/s measured, 3,000 predicted (+100.0%)" in figure.get_label()
+
+
+def test_a_record_without_predictions_has_no_such_figure():
+    assert "no predictions" in refusal(plot_predictions, sample_record())
