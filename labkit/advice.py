@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from .costs import Costs
+from .costs import WITH_SCORES, Costs
 from .pipelines import STRATEGIES
 from .prediction import predict
 from .presets import Preset
@@ -15,7 +15,6 @@ from .timing import needed_parts
 
 _ENOUGH = 0.99  # of what can be reached
 _DEEPEST, _MOST = 3, 32  # copies in flight and workers that are tried
-_HALVED = ("fresh copy", "touched copy", "copy", "send", "process", "process in the loop")
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def _changes(costs: Costs, preset: Preset, strategy: str) -> Iterator[tuple]:
     if "depth" in parts and preset.depth < preset.slots:
         more = replace(preset, depth=preset.depth + 1)
         yield f"depth {more.depth}", costs, more, strategy
-    half = {stage: costs.seconds[stage] / 2 for stage in _HALVED}
+    half = {stage: costs.seconds[stage] / 2 for stage in WITH_SCORES}
     yield "half the bytes (bfloat16 scores)", costs.scaled(half), preset, strategy
     forward = {"forward": costs.seconds["forward"] / 2}
     yield "a forward of half the time", costs.scaled(forward), preset, strategy

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import LabError
 from .hardware import HardwareProfile, describe_device
-from .results import NUMBER, STAMP, load_json, object_schema, save_record
+from .results import NUMBER, STAMP, load_json, object_schema, write_json
 
 # Seconds for a full batch. A copy is `fresh` into memory that was just allocated, `touched` into
 # a pool's pageable slot, and plainly a copy into a page-locked one.
@@ -25,6 +25,8 @@ STAGES = {
     "process in the loop": "post-processing in the main loop",
     "hand-over": "a message to a worker and back",
 }
+# Those that take longer the more bytes there are of scores.
+WITH_SCORES = ("fresh copy", "touched copy", "copy", "send", "process", "process in the loop")
 _SECONDS = {"type": "number", "minimum": 1e-9, "maximum": 1e6}
 _SHARES = {
     "type": "object",
@@ -99,7 +101,7 @@ class Costs:
 
 def save_costs(costs: Costs, path: str | Path) -> Path:
     """Write a hardware profile. Raises LabError when it cannot be written."""
-    return save_record({"schema": 1, **asdict(costs)}, path)
+    return write_json({"schema": 1, **asdict(costs)}, path, "hardware profile")
 
 
 def load_costs(path: str | Path) -> Costs:

@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 
-from .costs import Costs
+from .costs import WITH_SCORES, Costs
 from .errors import LabError
 from .pipelines import STRATEGIES
 from .plot_timeline import legend, plot_timelines
@@ -22,7 +22,6 @@ _AS = {
     "float16": "bfloat16 scores",
     "uint8": "uint8, the best class",
 }
-_WITH_SCORES = ("fresh copy", "touched copy", "copy", "send", "process", "process in the loop")
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,8 @@ def answer(costs: Costs, question: Question) -> Prediction:
     """
     check_depth(question.depth, question.slots)
     seconds = costs.seconds
-    pixels = question.batch * question.image**2 / (costs.batch * costs.job["image"] ** 2)
-    size = _size(costs, question)
-    asked = {stage: seconds[stage] * size for stage in _WITH_SCORES}
+    pixels, size = _pixels(costs, question), _size(costs, question)
+    asked = {stage: seconds[stage] * size for stage in WITH_SCORES}
     asked["upload"] = seconds["upload"] * pixels
     asked["forward"] = seconds["forward"] * pixels * _work(costs.job["model"], question.model)
     for stage in ("process", "process in the loop"):
@@ -90,9 +88,13 @@ def host_bytes(costs: Costs, question: Question) -> int:
 
 def _size(costs: Costs, question: Question) -> float:
     """The bytes of a batch's scores, over those of the calibrated ones."""
-    pixels = question.batch * question.image**2 / (costs.batch * costs.job["image"] ** 2)
     calibrated = PRECISIONS[as_calibrated(costs).precision]
-    return pixels * PRECISIONS[question.precision] / calibrated
+    return _pixels(costs, question) * PRECISIONS[question.precision] / calibrated
+
+
+def _pixels(costs: Costs, question: Question) -> float:
+    """The pixels of a batch, over those of the calibrated one."""
+    return question.batch * question.image**2 / (costs.batch * costs.job["image"] ** 2)
 
 
 def _work(calibrated: str, model: str) -> float:

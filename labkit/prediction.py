@@ -15,7 +15,7 @@ from .costs import Costs
 from .metrics import summarize
 from .presets import Preset
 from .ranges import listen
-from .results import save_record
+from .results import write_json
 from .timeline import Span, Timeline
 from .timing import needed_parts
 from .virtual import VirtualJob, VirtualListener, VirtualPool, VirtualWorkers
@@ -106,7 +106,7 @@ def save_predictions(predictions: dict[str, Prediction], path: str | Path) -> Pa
             name: round(prediction.samples_per_s, 3) for name, prediction in predictions.items()
         },
     }
-    return save_record(content, path)
+    return write_json(content, path, "predictions")
 
 
 def explain(prediction: Prediction, measured: Timeline) -> str:

@@ -118,20 +118,30 @@ def check_writable(path: str | Path) -> None:
 
 
 def save_record(record: dict, path: str | Path) -> Path:
-    """Write `record` to `path` as JSON; a reader sees the whole of it or nothing.
+    """Write `record` to `path` as JSON. Raises LabError when it cannot be written."""
+    return write_json(record, path, "record")
 
-    Missing folders are made. Raises LabError when it cannot be written.
+
+def write_json(content: dict, path: str | Path, what: str, indent: int | None = 1) -> Path:
+    """Write `content` to `path`; a reader sees the whole of it or nothing.
+
+    Missing folders are made. Raises LabError, naming it `what`, when it cannot be written.
     """
     path = Path(path)
-    partial = _partial(path)
+    separators = None if indent else (",", ":")
+    partial = None
     try:
+        partial = _partial(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(record, indent=1) + "\n")
+        text = json.dumps(content, indent=indent, separators=separators)
+        partial.write_text(text + "\n", encoding="utf-8")
         partial.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise LabError(f"cannot write the record {str(path)!r}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a null in it
+        if partial is not None:
+            with contextlib.suppress(OSError, ValueError):
+                partial.unlink()
+        reason = getattr(error, "strerror", error)
+        raise LabError(f"cannot write the {what} {str(path)!r}: {reason}") from None
     return path
 
 
@@ -159,7 +169,7 @@ def load_json(path: str | Path, schema: dict, what: str) -> dict:
             raise LabError(f"{str(path)!r} is not a file")
         if path.stat().st_size > _SIZE_LIMIT_BYTES:
             raise LabError(f"{str(path)!r} is too large for a {what}")
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
         json.dumps(content, ensure_ascii=False).encode()  # half a letter cannot be printed
         _validator(schema).validate(content)
     except OSError as error:
@@ -181,7 +191,7 @@ def _validator(schema: dict):
     return jsonschema.validators.extend(base, type_checker=types)(schema)
 
 
-def _refuse(constant: str):
+def refuse_constant(constant: str):
     raise ValueError(f"{constant} is no number")  # NaN passes every comparison in the schema
 
 

@@ -4,16 +4,15 @@ What is written holds lanes, names, times, bytes, the GPU's name and versions: n
 the machine that was recorded.
 """
 
-import contextlib
 import gc
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import LabError
 from .nsight import read_nsight
+from .results import refuse_constant, write_json
 from .timeline import Span, Timeline, clean, whole
 from .torch_trace import read_torch_trace
 
@@ -68,7 +67,7 @@ def _load(path: Path) -> Timeline:
     if size > _SIZE_LIMIT_BYTES:
         raise LabError(f"the trace {str(path)!r} is larger than {_SIZE_LIMIT_BYTES:,} bytes")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         raise LabError(
             f"{str(path)!r} is no trace: neither an SQLite export of Nsight Systems nor whole JSON"
@@ -128,7 +127,7 @@ def save_timeline(timeline: Timeline, path: str | Path) -> Path:
         "names": names,
         "lanes": lanes,
     }
-    return _write(content, path)
+    return write_json(content, path, "trace", indent=None)
 
 
 def _from_compact(content: dict) -> Timeline:
@@ -215,23 +214,4 @@ def export_perfetto(timeline: Timeline, path: str | Path) -> Path:
             }
         )  # fmt: skip
     content = {"labkit": timeline.source, "displayTimeUnit": "ms", "traceEvents": events}
-    return _write(content, path)
-
-
-def _write(content: dict, path: str | Path) -> Path:
-    path = Path(path)
-    try:
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except (OSError, ValueError) as error:
-        with contextlib.suppress(OSError, ValueError, NameError):
-            partial.unlink()
-        reason = getattr(error, "strerror", error)
-        raise LabError(f"cannot write the trace {str(path)!r}: {reason}") from None
-    return path
-
-
-def _refuse(constant: str):
-    raise ValueError(f"{constant} is no number")
+    return write_json(content, path, "trace", indent=None)

@@ -159,6 +159,23 @@ def test_a_strategy_of_one_s_own_is_predicted_as_it_is_written():
 
     assert predict(impatient, costs(), size()).seconds == pytest.approx(10 * (F + C) + P)
 
+    def two_streams(job, workers, pinned_pool):
+        copies, filled = job.device.Stream(), []
+        for index, images in enumerate(job.batches()):
+            scores, computed = job.forward(images), job.device.Event()
+            computed.record()
+            copies.wait_event(computed)
+            with job.device.stream(copies):
+                filled.append((index, pinned_pool.acquire().copy_(scores, non_blocking=True)))
+        for index, slot in filled:
+            slot.event.synchronize()
+            workers.submit(index, slot)
+        return workers.results()
+
+    # All copies are waited for in turn, each but the last behind a forward.
+    found = predict(two_streams, costs(), size(slots=10, workers=10))
+    assert found.seconds == pytest.approx(10 * F + C + P)
+
     def hoarder(job, workers, pool):
         return [pool.acquire() for _ in range(10)]
 
