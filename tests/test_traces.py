@@ -484,7 +484,7 @@ def test_what_the_shipped_runs_show(tool):
         for timeline in (shipped_timeline(name, tool) for name in ("sequential", "stream_pipeline"))
     )
     assert first.busy <= 0.10 and first.hidden == 0
-    assert last.busy >= 0.97 and last.hidden >= 0.93
+    assert last.busy >= 0.97 and last.hidden >= 0.95
 
 
 def test_an_unknown_shipped_trace():
