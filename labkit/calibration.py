@@ -25,8 +25,8 @@ from .workers import OutputWorkers
 
 _FIRST, _REPEATS = 3, 7  # the first ones are left out
 _ROUNDS, _ON_DEVICE = 3, 5  # of so many operations between two events
-_WATCHED_S = 0.4  # so long at least are stages watched beside each other,
-_PASSES = 6  # and for so many passes of the slowest one
+# So long are stages watched beside each other: for some passes of the slowest one, in bounds.
+_PASSES, _LEAST_S, _MOST_S = 6, 0.4, 2.5
 
 
 def calibrate(job: Job, preset: Preset, progress: Callable[[str], None] = lambda step: None):
@@ -47,7 +47,7 @@ def calibrate(job: Job, preset: Preset, progress: Callable[[str], None] = lambda
             times |= dict(zip(stages, map(list, zip(*rows[_FIRST:], strict=True)), strict=True))
         progress("workers alone")
         bench.open_workers(workers, _PASSES * max(map(statistics.median, times.values())))
-        times["process"] = bench.watch(processing=1)["process"]
+        times["process"] = [s for _ in range(2) for s in bench.watch(processing=1)["process"]]
         times["send"] = bench.watch(sending=_REPEATS)["send"]
         times["hand-over"] = bench.hand_overs()
         seconds = {stage: statistics.median(some) for stage, some in times.items()}
@@ -142,7 +142,7 @@ class _Bench:
         }
 
     def open_workers(self, count: int, watched_s: float) -> None:
-        self.watched_s = max(_WATCHED_S, watched_s)
+        self.watched_s = min(max(_LEAST_S, watched_s), _MOST_S)
         self._pool = self._open_pool(count, page_locked=True)
         keep = functools.partial(_keep_processing, self._job.process, self.watched_s)
         start = time.perf_counter()
@@ -194,10 +194,10 @@ class _Bench:
             if name == "receive"
         ]
         # The first and the last ones may have been alone for a part of their time.
-        return {
-            stage: some[1:-1] or some
-            for stage, some in ((loop, own), ("send", received), ("process", sum(passes, [])))
-        }
+        found = {loop: own, "send": received}
+        found = {stage: some[1:-1] or some for stage, some in found.items()}
+        found["process"] = [s for some in passes for s in some[1:-1] or some]
+        return found
 
     def hand_overs(self) -> list[float]:
         """Seconds from handing something over that is processed at once until it is back."""
