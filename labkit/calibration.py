@@ -26,7 +26,7 @@ from .workers import OutputWorkers
 _FIRST, _REPEATS = 3, 7  # the first ones are left out
 _ROUNDS, _ON_DEVICE = 3, 5  # of so many operations between two events
 # So long are stages watched beside each other: for some passes of the slowest one, in bounds.
-_PASSES, _LEAST_S, _MOST_S = 6, 0.4, 2.5
+_PASSES, _LEAST_S, _MOST_S = 8, 0.4, 2.0
 
 
 def calibrate(job: Job, preset: Preset, progress: Callable[[str], None] = lambda step: None):
@@ -47,6 +47,7 @@ def calibrate(job: Job, preset: Preset, progress: Callable[[str], None] = lambda
             times |= dict(zip(stages, map(list, zip(*rows[_FIRST:], strict=True)), strict=True))
         progress("workers alone")
         bench.open_workers(workers, _PASSES * max(map(statistics.median, times.values())))
+        bench.watch(processing=workers)  # their first batches find new memory
         times["process"] = [s for _ in range(2) for s in bench.watch(processing=1)["process"]]
         times["send"] = bench.watch(sending=_REPEATS)["send"]
         times["hand-over"] = bench.hand_overs()
@@ -72,7 +73,7 @@ def _watch_pairs(bench: "_Bench", seconds: dict[str, float], workers: int) -> di
     busy = min(workers, math.ceil(seconds["process"] / seconds["forward"]) + 1)
     if busy > 1:
         slow.note(bench.watch(processing=busy), "process", "process", busy - 1)
-    for loop in ("fresh copy", "touched copy", "copy"):
+    for loop in ("queue", "fresh copy", "touched copy", "copy"):
         found = bench.watch(loop, processing=busy)
         slow.note(found, loop, "process", busy)
         slow.note(found, "process", loop, among=busy)

@@ -1,7 +1,9 @@
 """What the tests share with worker processes, which import it by name: no pytest in here."""
 
 import contextlib
+import mmap
 import os
+import resource
 import threading
 import time
 from pathlib import Path
@@ -228,3 +230,10 @@ def scribble(batch, tensor):
     result = fingerprint(batch, tensor)
     tensor.fill_(0)
     return result
+
+
+def page_faults(batch, tensor):
+    """In a worker: how many pages it had to map while it read a batch."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensor.view(torch.uint8).view(-1)[:: mmap.PAGESIZE].sum()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

@@ -173,6 +173,17 @@ def test_a_worker_process_computes_on_one_thread():
         assert workers.results() == [1]
 
 
+def test_a_worker_has_mapped_every_slot_before_its_first_batch(emulated):
+    with (
+        BufferPool(emulated, (2**22,), torch.float32, slots=2) as pool,
+        OutputWorkers(helpers.page_faults, 1, pool) as workers,
+    ):
+        for batch in range(2):
+            workers.submit(batch, pool.acquire())
+        # 4,096 pages each: unmapped, some hundreds of faults at 16 pages a time
+        assert max(workers.results()) < 64
+
+
 def test_worker_threads_leave_torchs_threads_alone():
     before = torch.get_num_threads()
     with OutputWorkers(helpers.intra_op_threads, 1, threads=True) as workers:
