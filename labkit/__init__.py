@@ -31,6 +31,7 @@ _HOME = {
     "calibrate": "calibration",
     "load_costs": "costs",
     "save_costs": "costs",
+    "shipped_costs": "costs",
     "costs_table": "costs",
     "predict": "prediction",
     "predict_all": "prediction",

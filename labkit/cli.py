@@ -169,7 +169,9 @@ def calibrate(
 
 @app.command()
 def predict(
-    profile: Annotated[Path, typer.Argument(help="what labkit calibrate wrote")] = _PROFILE,
+    profile: Annotated[
+        str, typer.Argument(help="what labkit calibrate wrote, or h200: the one that is shipped")
+    ] = str(_PROFILE),
     preset: PresetName = "auto",
     batches: Annotated[int | None, typer.Option(help="batches in one run", max=10_000)] = None,
     workers: Annotated[int | None, typer.Option(help="worker processes", max=1000)] = None,
@@ -181,9 +183,9 @@ def predict(
     """Predict the ladder from a hardware profile; nothing runs."""
     changes = {"batches": batches, "workers": workers, "slots": slots, "depth": depth}
     get_preset(preset, "emulated", **changes)
-    from .costs import load_costs
+    from .costs import load_costs, shipped_costs
 
-    costs = load_costs(profile)
+    costs = shipped_costs() if profile == "h200" else load_costs(profile)
     _load_torch()
     from rich.console import Console
 

@@ -5,21 +5,32 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import DEVICES
 from helpers import make_device
 from sample_record import sample_costs
 from test_prediction import size
 
-from labkit import Job, LabError, archive, calibrate, load_costs, open_device, predict, save_costs
+from labkit import (
+    Job,
+    LabError,
+    archive,
+    calibrate,
+    load_costs,
+    load_record,
+    open_device,
+    predict,
+    save_costs,
+    shipped_costs,
+)
 from labkit.calibration import _Slowdowns
 from labkit.costs import STAGES, costs_table
 from labkit.pipelines import STRATEGIES
+from labkit.results import prediction_error
 
 
 @pytest.fixture(params=DEVICES)
 def job(request):
-    import torch
-
     model = torch.nn.Conv2d(3, 8, 3, padding=1)
     inputs = torch.randn(8, 3, 96, 96)
     job = Job(model, inputs, archive, make_device(request.param), batch=8, name="a convolution")
@@ -57,8 +68,6 @@ def test_every_stage_is_measured_and_nothing_is_left(job):
 
 def test_the_device_s_own_rates_are_found():
     """The emulated device's times are planned, so that they can be found again."""
-    import torch
-
     device = open_device("emulated")
     model = torch.nn.Conv2d(3, 8, 31, padding=15)
     job = Job(model, torch.randn(8, 3, 128, 128), archive, device, batch=8)
@@ -157,3 +166,21 @@ def test_the_table_names_the_machine_and_what_disturbs():
     assert "copy +20%" in "".join(table.columns[3].cells)
     emulated = {"kind": "emulated", "name": "emulated GPU (classroom)", "profile": "classroom"}
     assert "EMULATED" in costs_table(sample_costs(device=emulated)).title
+
+
+def test_the_shipped_profile_is_an_h200_and_the_emulated_device_runs_from_it():
+    costs = shipped_costs()
+    assert costs.name == "NVIDIA H200" and costs.device["kind"] == "cuda"
+    assert costs.seconds["copy"] < costs.seconds["touched copy"] < costs.seconds["fresh copy"]
+    device = open_device("emulated", costs.hardware())
+    assert device.profile.name == "NVIDIA H200" and "calibrated" in device.profile.source
+    assert torch.equal(device.upload(torch.arange(8)).cpu(), torch.arange(8))
+    # Each step of the ladder is predicted to be faster than the one before.
+    rates = [predict(strategy, costs, size()).samples_per_s for strategy in STRATEGIES.values()]
+    assert rates == sorted(rates)
+
+
+def test_the_job_of_the_labs_was_predicted_well_on_an_h200():
+    record = load_record(Path(__file__).parent.parent / "figures" / "records" / "h200_article.json")
+    misses = sorted(abs(prediction_error(row)) for row in record["strategies"])
+    assert len(misses) == 5 and misses[2] <= 0.05 and misses[4] <= 0.10
