@@ -1,5 +1,6 @@
 """explore: turn knobs and see at once what is predicted. Nothing runs but the predictor."""
 
+import base64
 import functools
 import html
 import io
@@ -155,9 +156,13 @@ def _static(costs: Costs, why: str):
     figure = plot_timelines(prediction.timeline, batches=_SHOWN)
     display(HTML(_words(costs, question, prediction)))
     display(HTML(f"<p>A static figure. For the explorer with its controls: {why}.</p>"))
+    return Image(data=_png(figure), alt=figure.get_label())
+
+
+def _png(figure) -> bytes:
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=80)
-    return Image(data=picture.getvalue(), alt=figure.get_label())
+    return picture.getvalue()
 
 
 def _words(costs: Costs, question: Question, prediction: Prediction) -> str:
@@ -213,7 +218,8 @@ class Explorer:
             ),
         }  # fmt: skip
         self.machine = choice(list(self._machines), next(iter(self._machines)), "machine")
-        self.words, self.picture = widgets.HTML(), widgets.Image(format="png")
+        # The picture as HTML: ipywidgets' own Image has no text alternative in the page.
+        self.words, self.picture = widgets.HTML(), widgets.HTML()
         for control in (self.machine, *self.controls.values()):
             control.observe(self._redraw, "value")
         columns = [self.machine, *self.controls.values()]
@@ -235,8 +241,7 @@ class Explorer:
         # Title and legend are words beside the picture: most of the time goes into text.
         figure.legends.clear()
         figure.axes[0].set_title("", loc="left")
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=80)
-        self.picture.value = picture.getvalue()
-        self.picture.alt = figure.get_label()
+        source = base64.b64encode(_png(figure)).decode()
+        alternative = html.escape(figure.get_label())
+        self.picture.value = f'<img alt="{alternative}" src="data:image/png;base64,{source}">'
         self.words.value = _words(costs, question, prediction)

@@ -229,10 +229,11 @@ labkit.advice_table(labkit.advise(costs, size), "stream_pipeline")
 # %% [markdown]
 # Here you can ask anything else. Every knob that you turn is predicted anew. Try: which number
 # of workers makes the GPU wait when processing takes four times as long? When does the copy
-# become the slowest stage, and what does bfloat16 change then?
+# become the slowest stage, and what does bfloat16 change then? The second machine to choose is
+# the NVIDIA H200 whose costs come with this course.
 
 # %%
-labkit.explore(costs)
+labkit.explore(costs, labkit.shipped_costs())
 
 # %% [markdown]
 # ## Coda: send less
