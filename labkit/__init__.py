@@ -42,6 +42,7 @@ _HOME = {
     "save_record": "results",
     "check_digests": "results",
     "ladder_table": "results",
+    "plot_paths": "diagram",
     "plot_ladder": "plots",
     "plot_predictions": "plots",
     "explore": "explorer",

@@ -72,6 +72,14 @@ def sequential(job):
 
 
 # %% [markdown]
+# Where do the scores lie on their way, and who moves them?
+
+# %%
+labkit.show_figure(
+    labkit.plot_paths("sequential"), f"{results_dir}/figures/01_paths"
+)
+
+# %% [markdown]
 # ## A timer that lies
 #
 # The obvious thing is to read the clock before and after each line.

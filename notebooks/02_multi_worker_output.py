@@ -53,6 +53,14 @@ def multi_worker(job, workers):
 
 
 # %% [markdown]
+# The picture compares the way of the scores before and now. What the loop waits for is orange.
+
+# %%
+labkit.show_figure(
+    labkit.plot_paths("sequential", "multi_worker"), f"{results_dir}/figures/02_paths"
+)
+
+# %% [markdown]
 # Five decisions are hidden in `labkit.OutputWorkers`:
 #
 # * **Processes, not threads.** Threads of one Python process share one interpreter lock. Work

@@ -110,6 +110,14 @@ def buffer_pool(job, workers, pool):
 
 
 # %% [markdown]
+# The way got shorter: the slot is written once and read where it lies.
+
+# %%
+labkit.show_figure(
+    labkit.plot_paths("multi_worker", "buffer_pool"), f"{results_dir}/figures/03_paths"
+)
+
+# %% [markdown]
 # The last batch may be smaller than the others. It lies in the first part of its slot, and the
 # shape in the message says how much of the slot is meant. Forget this, and the worker
 # processes the tail of an older batch once more.

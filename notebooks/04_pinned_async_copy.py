@@ -157,6 +157,14 @@ def pinned_async(job, workers, pinned_pool):
 
 
 # %% [markdown]
+# The driver's own buffer is gone, and with it the processor's part in the copy.
+
+# %%
+labkit.show_figure(
+    labkit.plot_paths("buffer_pool", "pinned_async"), f"{results_dir}/figures/04_paths"
+)
+
+# %% [markdown]
 # `submit` refuses a slot whose event is not past, so that no *worker* reads too early. Whoever
 # reads `slot.tensor` himself has to wait himself, as above.
 #

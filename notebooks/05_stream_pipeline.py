@@ -142,6 +142,14 @@ def stream_pipeline(job, workers, pinned_pool, depth=2):
 
 
 # %% [markdown]
+# The way is the same as before. What is new is that the copy stands in a stream of its own.
+
+# %%
+labkit.show_figure(
+    labkit.plot_paths("pinned_async", "stream_pipeline"), f"{results_dir}/figures/05_paths"
+)
+
+# %% [markdown]
 # ## Predict, then measure
 #
 # If forward and copy run at the same time, which of them sets the pace? And what may the slower
