@@ -88,7 +88,8 @@ def plot_paths(*strategies: str) -> Figure:
     rows = figure.subplots(len(strategies), squeeze=False)[:, 0]
     for axes, strategy in zip(rows, strategies, strict=True):
         _draw_path(axes, _PATHS[strategy])
-        axes.set_title(f"{strategy}: the way of one batch's scores on a GPU", loc="left", fontsize=10)
+        title = f"{strategy}: the way of one batch's scores on a GPU"
+        axes.set_title(title, loc="left", fontsize=10)
     for words, (colour, dashes) in _ARROWS.items():
         axes.plot([], [], color=colour, ls=dashes, lw=2, label=words)
     figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8.5)
