@@ -29,8 +29,11 @@ _PAGE = """{% extends 'index.html.j2' %}
    | replace('type="text/css"', 'media="(prefers-color-scheme: dark)"') }}
 <style>
 :root { color-scheme: light dark }
-main { max-width: 60rem; margin: auto }
+main { max-width: 62rem; margin: auto }
 img { max-width: 100%; height: auto }
+.jp-InputArea-editor .highlight { overflow-x: auto }
+.jp-RenderedHTMLCommon > pre { overflow-x: auto; white-space: pre; font-family: monospace }
+.jp-RenderedText pre { word-break: normal; overflow-wrap: anywhere }
 </style>
 {% endblock %}
 """
@@ -40,6 +43,8 @@ _SLIDES = (
 <meta name="viewport" content="width=device-width, initial-scale=1.0" />
 <style>
 main { max-width: none }
+html:root { --r-heading-text-transform: none }
+.reveal pre { box-sizing: border-box }
 .reveal .slides section section { text-align: left; max-height: 100%; overflow-y: auto }
 @media (prefers-color-scheme: dark) {
   html:root { --r-background-color: #111; --r-main-color: #eee; --r-heading-color: #eee }
@@ -48,7 +53,10 @@ main { max-width: none }
 {% endblock %}
 {% block footer_js %}
 <script src="reveal.js/dist/reveal.js"></script>
-<script>Reveal.initialize({ hash: true, center: false, width: 1100, height: 750 })</script>
+<script>
+const [width, height] = innerWidth < 600 ? [550, 1000] : [1100, 750];
+Reveal.initialize({ hash: true, center: false, width, height, scrollActivationWidth: 0 });
+</script>
 {% endblock %}
 """
 )
