@@ -64,6 +64,8 @@ Reveal.initialize({ hash: true, center: false, width, height, scrollActivationWi
 _REVEAL = "LICENSE", "dist/reveal.css", "dist/reveal.js", "dist/theme/white.css"
 _FONT = "dist/theme/fonts/source-sans-pro"
 
+_HEADING = re.compile("#+ ")
+
 
 def build_site(folder: str | Path, out: str | Path) -> Path:
     """Make a site in `out` of what `labkit run --out FOLDER` left in `folder`.
@@ -193,7 +195,7 @@ def _cut(notebook):
         for number, text in enumerate(pieces):
             piece = copy.deepcopy(cell)
             piece.id, piece.source = f"{cell.id}-{number}", text
-            heading = piece.cell_type == "markdown" and text.startswith("#")
+            heading = piece.cell_type == "markdown" and _HEADING.match(text)
             piece.metadata["slideshow"] = {"slide_type": "slide" if heading else "subslide"}
             cells.append(piece)
     notebook.cells = cells
@@ -205,10 +207,10 @@ def _by_heading(text: str) -> list[str]:
     pieces, in_code = [], False
     for line in text.strip().splitlines():
         in_code ^= line.startswith("```")
-        if pieces and not (line.startswith("#") and not in_code):
-            pieces[-1] += f"\n{line}"
-        else:
+        if not pieces or (_HEADING.match(line) and not in_code):
             pieces.append(line)
+        else:
+            pieces[-1] += f"\n{line}"
     return pieces
 
 
