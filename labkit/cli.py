@@ -1,4 +1,4 @@
-"""The command line: `labkit doctor | run | bench | profile | calibrate | predict`.
+"""The command line: `labkit doctor | run | report | bench | profile | calibrate | predict`.
 
 torch is imported when needed.
 """
@@ -251,6 +251,17 @@ def run(
             progress.console.print(f"{path.stem}: done")
             progress.advance(task)
     _print_ladder(out / "records" / f"{paths[-1].stem}.json")
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Option("--from", help="what `labkit run` left")] = Path("build"),
+    out: Annotated[Path, typer.Option(help="folder for the site")] = Path("build/site"),
+) -> None:
+    """Make a static site of the executed notebooks: pages, slides, and an index."""
+    from .report import build_site
+
+    print(f"wrote {build_site(folder, out)}")
 
 
 def _one_strategy(name: str) -> str:

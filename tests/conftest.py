@@ -1,11 +1,17 @@
 """Fixtures: every contract of the device runs on the emulated one, and on a GPU where one is."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import BALANCED, Tiny, fingerprint, images, make_device
 
 from labkit import BufferPool, Job
 
+# For a run that hangs; all five notebooks take about a minute on two cores.
+LIMIT_S = 280
 DEVICES = ["emulated", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
@@ -52,6 +58,19 @@ def job():
 def pool(device):
     with BufferPool(device, (8, 4), torch.float32, slots=3, page_locked=True) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def all_five(tmp_path_factory):
+    """All five notebooks, run from outside, in a folder whose name has a space and an ü."""
+    folder = tmp_path_factory.mktemp("run") / "übung 1"
+    folder.mkdir()
+    labkit = Path(sys.executable).with_name("labkit")
+    command = [labkit, "run", "--device", "emulated", "--preset", "smoke", "--out", "out é"]
+    result = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, encoding="utf-8"
+    )
+    return result, folder / "out é"
 
 
 def make_job(device, process=fingerprint, batch=8, samples=26, distinct=None):

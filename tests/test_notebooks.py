@@ -5,7 +5,6 @@ import copy
 import inspect
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from helpers import wait_until
 from labkit import LabError, check_digests, cli, load_record, notebooks, pipelines
 from labkit.notebooks import FOLDER, build, find_notebooks, parse_parameters, run_notebook
 
-LABKIT = Path(sys.executable).with_name("labkit")
 # For a run that hangs; all five take about a minute on two cores.
 LIMIT_S = 280
 STEMS = {
@@ -233,17 +231,6 @@ def test_a_parameters_cell_that_cannot_be_read_is_refused(tmp_path, text):
 
 
 # Run from outside: all five, from a folder whose name has a space and a letter beyond ASCII.
-
-
-@pytest.fixture(scope="session")
-def all_five(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run") / "übung 1"
-    folder.mkdir()
-    command = [LABKIT, "run", "--device", "emulated", "--preset", "smoke", "--out", "out é"]
-    result = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, encoding="utf-8"
-    )
-    return result, folder / "out é"
 
 
 def test_all_five_run(all_five):
