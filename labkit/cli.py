@@ -216,12 +216,18 @@ def run(
     out: Annotated[Path, typer.Option(help="folder for notebooks, figures, records")] = Path(
         "build"
     ),
+    solutions: Annotated[
+        bool, typer.Option("--solutions", help="with the exercises solved")
+    ] = False,
 ) -> None:
     """Run the notebooks headlessly and print the ladder of the last one."""
     get_preset(preset, "emulated")
-    from .notebooks import find_notebooks, parse_parameters, run_notebook
+    from .notebooks import find_notebooks, find_source, parse_parameters, run_notebook
 
     paths = find_notebooks(notebooks or [])
+    if solutions:
+        for path in paths:
+            find_source(path)
     given = [f"device={device}", f"preset={preset}", f"results_dir={out.resolve()}"]
     values = [parse_parameters([*given, *(parameter or [])], path) for path in paths]
     from rich.console import Console
@@ -247,7 +253,7 @@ def run(
         task = progress.add_task("", total=len(paths))
         for path, value in zip(paths, values, strict=True):
             progress.update(task, description=path.stem)
-            run_notebook(path, out, value)
+            run_notebook(path, out, value, solutions)
             progress.console.print(f"{path.stem}: done")
             progress.advance(task)
     _print_ladder(out / "records" / f"{paths[-1].stem}.json")

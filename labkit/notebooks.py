@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from .errors import LabError
 
@@ -99,13 +100,15 @@ def _parse(name: str, text: str, kind: type):
         raise LabError(f"parameter {name} must be {wanted}, got {text!r}") from None
 
 
-def run_notebook(path: Path, out: Path, parameters: dict) -> Path:
+def run_notebook(path: Path, out: Path, parameters: dict, solved: bool = False) -> Path:
     """Execute the notebook at `path` in a kernel of its own and write it into the folder `out`.
 
-    A notebook that fails is kept as `NAME.failed.ipynb`, and LabError names the cell.
+    `solved` takes the solutions of its exercises, from the source beside it. A notebook that
+    fails is kept as `NAME.failed.ipynb`, and LabError names the cell.
     """
     import papermill
 
+    solution = build(find_source(path), solved=True) if solved else None
     done = out / path.name
     failed = out / f"{path.stem}.failed.ipynb"
     running = out / f"{path.stem}.running.ipynb"
@@ -125,9 +128,13 @@ def run_notebook(path: Path, out: Path, parameters: dict) -> Path:
         # A socket's path has 107 characters at most.
         short = "/tmp" if len(tempfile.gettempdir()) > 60 else None
         with tempfile.TemporaryDirectory(prefix="labkit-", dir=short) as sockets:
+            start = path
+            if solution is not None:
+                start = Path(sockets, path.name)
+                start.write_text(solution, encoding="utf-8")
             papermill.execute_notebook(
                 # Papermill takes braces in a path for names of parameters.
-                *(str(file).replace("{", "{{").replace("}", "}}") for file in (path, running)),
+                *(str(file).replace("{", "{{").replace("}", "}}") for file in (start, running)),
                 parameters=parameters,
                 kernel_name="python3",
                 progress_bar=False,
@@ -181,12 +188,71 @@ def _explain(error: Exception, where: str) -> str:
     return f"{where}{type(error).__name__}: {_first_line(str(error)) or 'no message'}"
 
 
-def build(source: Path) -> str:
-    """The .ipynb text for a percent-format source: no outputs, fixed ids, one canonical form."""
+class Exercise(NamedTuple):
+    """The sources of an exercise's three cells."""
+
+    stub: str
+    check: str
+    solution: str
+
+
+def find_source(path: Path) -> Path:
+    """The percent-format source of the notebook at `path`, which has the solutions."""
+    source = path.with_suffix(".py")
+    if not source.is_file():
+        raise LabError(f"no source {str(source)!r} beside the notebook: it has the solutions")
+    return source
+
+
+def find_exercises(cells: list) -> list[Exercise]:
+    """The exercises among `cells`: tagged `stub`, `check` and `solution`, in that order.
+
+    Raises LabError where one of the three is missing.
+    """
+    tags = ("stub", "check", "solution")
+    marked = [(tag, cell.source) for cell in cells for tag in tags if tag in _tags(cell)]
+    found = [tag for tag, _ in marked]
+    if found != list(tags) * (len(marked) // len(tags)):
+        raise LabError(f"an exercise is a stub, a check and a solution; found {', '.join(found)}")
+    sources = iter(source for _, source in marked)
+    return [Exercise(*three) for three in zip(sources, sources, sources, strict=True)]
+
+
+def _tags(cell) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def _place_solutions(cells: list, solved: bool) -> list:
+    """For a learner each solution folded away; with `solved` in its stub's place."""
+    import nbformat
+
+    solutions = iter([exercise.solution for exercise in find_exercises(cells)])
+    placed = []
+    for cell in cells:
+        if solved and "stub" in _tags(cell):
+            cell.source, cell.metadata["tags"] = next(solutions), ["solution"]
+        elif "solution" in _tags(cell):
+            if solved:
+                continue
+            cell = nbformat.v4.new_markdown_cell(
+                "<details>\n<summary>Solution</summary>\n\n"
+                f"```python\n{cell.source}\n```\n\n</details>",
+                metadata={"tags": ["solution"]},
+            )
+        placed.append(cell)
+    return placed
+
+
+def build(source: Path, solved: bool = False) -> str:
+    """The .ipynb text for a percent-format source: no outputs, fixed ids, one canonical form.
+
+    A cell tagged `solution` is folded away in markdown; with `solved` it replaces the `stub`.
+    """
     import jupytext
     import nbformat
 
     notebook = jupytext.read(source, fmt="py:percent")
+    notebook.cells = _place_solutions(notebook.cells, solved)
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number:02}"
         cell.metadata = {"tags": cell.metadata["tags"]} if "tags" in cell.metadata else {}

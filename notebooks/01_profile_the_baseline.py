@@ -38,7 +38,7 @@ results_dir: str = "build"  # where figures and records go
 
 # %%
 import labkit
-from labkit import annotate
+from labkit import annotate, checks
 
 gpu = labkit.open_device(device)
 size = labkit.get_preset(preset, gpu.kind, batches=batches)
@@ -237,7 +237,93 @@ print(labkit.describe_timeline(on_h200))
 # `copy`, where the host waits. Then comes the memory copy, and then a long stretch in which the
 # GPU rows are empty: the loop is in `process`. Recording takes time itself: compare shares, not
 # milliseconds.
+
+# %% [markdown]
+# ## Exercises
 #
+# Each one starts with a line that raises `NotImplementedError`. While it stands there, the check
+# below says "not attempted" and the notebook goes on. Take it away, run the cell and the check to
+# see what is wrong, and mend it. A check runs your function on the device that is open, with a
+# small job of its own whose forward is held up, so that a mistake shows on a fast GPU too.
+#
+# ### 1.1 Whose time is it?
+#
+# This timer is to say what the copy of one batch's scores takes, and nothing else. It does what
+# many timers do, and blames the copy for the kernel's time. Mend it.
+#
+# The check compares what it returns with the time of the copy alone.
+#
+# <details>
+# <summary>Hint</summary>
+#
+# Where is the device in its work when the clock is read for the first time?
+#
+# </details>
+
+# %% tags=["stub"]
+def time_copy(job, device):
+    """Milliseconds that it takes to copy one batch's scores to the host, without the forward."""
+    raise NotImplementedError  # take this line away, and mend what follows
+    scores = job.forward(next(job.batches()))
+    start = time.perf_counter()
+    scores.cpu()
+    return (time.perf_counter() - start) * 1e3
+
+
+# %% tags=["check"]
+checks.time_copy(time_copy, gpu)
+
+# %% tags=["solution"]
+def time_copy(job, device):
+    """Milliseconds that it takes to copy one batch's scores to the host, without the forward."""
+    scores = job.forward(next(job.batches()))
+    device.synchronize()  # the forward was only queued: wait until it is done
+    start = time.perf_counter()
+    scores.cpu()  # returns when the bytes are here, so the second look needs no waiting
+    return (time.perf_counter() - start) * 1e3
+
+
+# %% [markdown]
+# ### 1.2 Launched or done?
+#
+# How many batches can the device compute in a second, when nothing is copied back? The rate that
+# this function gives is too good to be true. Mend it, without waiting after each batch.
+#
+# The check compares it with the rate at which batches really get done.
+#
+# <details>
+# <summary>Hint</summary>
+#
+# The loop ends when the last forward is queued. What has to happen before the clock is stopped?
+# And before it is started?
+#
+# </details>
+
+# %% tags=["stub"]
+def forward_rate(job, device):
+    """Batches per second that the device computes."""
+    raise NotImplementedError  # take this line away, and mend what follows
+    start = time.perf_counter()
+    for images in job.batches():
+        job.forward(images)
+    return job.count / (time.perf_counter() - start)
+
+
+# %% tags=["check"]
+checks.forward_rate(forward_rate, gpu)
+
+# %% tags=["solution"]
+def forward_rate(job, device):
+    """Batches per second that the device computes."""
+    device.synchronize()  # nothing from before may run into the measured time
+    start = time.perf_counter()
+    for images in job.batches():
+        job.forward(images)
+    device.synchronize()  # once, at the end: in between the device is never idle
+    return job.count / (time.perf_counter() - start)
+
+
+# %% [markdown]
 # ## Key points
 #
 # * A call that gives the GPU work returns before the work is done.

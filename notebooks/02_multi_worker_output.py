@@ -24,7 +24,7 @@ results_dir: str = "build"  # where figures and records go
 
 # %%
 import labkit
-from labkit import annotate
+from labkit import annotate, checks
 from labkit.pipelines import sequential
 
 gpu = labkit.open_device(device)
@@ -187,6 +187,99 @@ print(f"copy, if done well         {ceiling['copy_s'] * 1e3:7.1f} ms")
 # a way that the next lab shows. It is also ordinary memory, which lab 4 replaces. And every
 # batch goes through a pipe: the feeder thread copies it into the operating system, and the
 # worker copies it out again, on the cores that the rest of the work needs too.
+
+# %% [markdown]
+# ## Exercises
+#
+# Take the line that raises `NotImplementedError` away, run the cell, then the check below it.
+# Until then the check says "not attempted", and the notebook goes on.
+#
+# ### 2.1 Threads or processes?
+#
+# Three functions are to run beside the loop. Which should be given to threads, which to processes?
+#
+# * `as_bytes`, in a module: `scores.numpy().tobytes()`, one call that holds the interpreter lock.
+# * `best_class`, in a module: `scores.argmax(dim=0)`, one call that gives the lock free.
+# * `in_this_cell`: `lambda batch, scores: scores.amax(dim=0)`, written in this notebook.
+#
+# The check tells why: it runs the first two in a thread, beside a loop that only counts how long it
+# is kept from running, and tries to give the third to a process.
+#
+# <details>
+# <summary>Hint</summary>
+#
+# Two questions: can a new process get at the function at all? And if so, does a thread with it keep
+# the loop from running?
+#
+# </details>
+
+# %% tags=["stub"]
+def threads_or_processes():
+    """For each function "threads" or "processes"."""
+    raise NotImplementedError  # take this line away, and fill in the three
+    return {"as_bytes": ..., "best_class": ..., "in_this_cell": ...}
+
+
+# %% tags=["check"]
+checks.threads_or_processes(threads_or_processes, gpu)
+
+# %% tags=["solution"]
+def threads_or_processes():
+    """For each function "threads" or "processes"."""
+    return {
+        "as_bytes": "processes",  # in a thread it would stop the loop that feeds the GPU
+        "best_class": "threads",  # the lock is free, so sharing memory costs nothing
+        "in_this_cell": "threads",  # a new process could not import it
+    }
+
+
+# %% [markdown]
+# ### 2.2 The tensor that was handed over
+#
+# `.cpu()` allocates memory for each batch. This loop saves that: it allocates once and copies every
+# batch into the same tensor. No error comes, and the results are wrong. Mend it.
+#
+# The check gives it one slow worker, and compares what comes back with each batch's own bytes.
+#
+# <details>
+# <summary>Hint</summary>
+#
+# `submit` returns before the feeder thread has written the tensor's bytes into the pipe. Which
+# batch's bytes are in the tensor when it does?
+#
+# </details>
+
+# %% tags=["stub"]
+import torch
+
+
+def hand_over_all(job, workers):
+    """`multi_worker`, for a job of its own."""
+    raise NotImplementedError  # take this line away, and mend what follows
+    host = torch.empty(job.output_shape, dtype=job.output_dtype)
+    for index, images in enumerate(job.batches()):
+        scores = job.forward(images)
+        part = host[: len(scores)]  # the last batch may be smaller
+        part.copy_(scores)
+        workers.submit(index, part)
+    return workers.results()
+
+
+# %% tags=["check"]
+checks.hand_over_all(hand_over_all, gpu)
+
+# %% tags=["solution"]
+def hand_over_all(job, workers):
+    """`multi_worker`, for a job of its own."""
+    for index, images in enumerate(job.batches()):
+        scores = job.forward(images)
+        workers.submit(index, scores.cpu())  # memory of its own, until its bytes are in the pipe
+    return workers.results()
+
+
+# %% [markdown]
+# Memory of its own for each batch is what makes this loop slow. The next lab uses memory again
+# without this mistake, by knowing when a piece of it is free.
 #
 # ## Key points
 #

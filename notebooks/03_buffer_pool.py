@@ -25,7 +25,7 @@ results_dir: str = "build"  # where figures and records go
 
 # %%
 import labkit
-from labkit import annotate
+from labkit import annotate, checks
 from labkit.pipelines import multi_worker, sequential
 
 gpu = labkit.open_device(device)
@@ -216,6 +216,159 @@ print(f"that is {job.output_bytes / rest_s / 1e9:.1f} GB/s, when the machine can
 # to half of a machine's memory, but a Docker container gets 64 MB unless it is started with
 # `--shm-size`. A program that fills it may be ended by a bus error, long after the allocation that
 # went too far. `BufferPool` therefore looks first, and refuses in one line.
+
+# %% [markdown]
+# ## Exercises
+#
+# Take the line that raises `NotImplementedError` away, run the cell, then the check below it.
+# Until then the check says "not attempted", and the notebook goes on.
+#
+# ### 3.1 A pool of one slot
+#
+# Loops often fetch what they need next ahead of time. This one acquires the next slot before it
+# lets go of the one it has, and with a pool of one slot it comes to nothing. Mend it, so that one
+# slot is enough.
+#
+# The check runs it with one slot and one worker, and compares every batch's bytes.
+#
+# <details>
+# <summary>Hint</summary>
+#
+# Who could give the slot back while the loop waits for it?
+#
+# </details>
+
+# %% tags=["stub"]
+def one_slot(job, workers, pool):
+    """`buffer_pool`, also with a pool of a single slot."""
+    raise NotImplementedError  # take this line away, and mend what follows
+    slot = pool.acquire()
+    for index, images in enumerate(job.batches()):
+        slot.copy_(job.forward(images))
+        following = pool.acquire()
+        workers.submit(index, slot)
+        slot = following
+    return workers.results()
+
+
+# %% tags=["check"]
+checks.one_slot(one_slot, gpu)
+
+# %% tags=["solution"]
+def one_slot(job, workers, pool):
+    """`buffer_pool`, also with a pool of a single slot."""
+    for index, images in enumerate(job.batches()):
+        scores = job.forward(images)  # queued while the worker still has the slot
+        slot = pool.acquire()  # the worker that has it gives it back
+        slot.copy_(scores)
+        workers.submit(index, slot)
+    return workers.results()
+
+
+# %% [markdown]
+# ### 3.2 Back-pressure
+#
+# The heart of a pool, without the pool: `free` is a queue of buffers, and a consumer that is slower
+# than the loop puts them back when it is done. This function never lets the loop wait. That sounds
+# good, and it fills the machine's memory. Mend it.
+#
+# The check counts how often `allocate` is called, and compares every batch's bytes.
+#
+# <details>
+# <summary>Hint</summary>
+#
+# `get_nowait` raises `queue.Empty` when nothing is there. `queue.SimpleQueue` has another method
+# that takes something out.
+#
+# </details>
+
+# %% tags=["stub"]
+import queue
+
+
+def get_buffer(free, allocate):
+    """A buffer for the next batch, out of the queue `free`."""
+    raise NotImplementedError  # take this line away, and mend what follows
+    try:
+        return free.get_nowait()
+    except queue.Empty:
+        return allocate()
+
+
+# %% tags=["check"]
+checks.get_buffer(get_buffer, gpu)
+
+# %% tags=["solution"]
+def get_buffer(free, allocate):
+    """A buffer for the next batch, out of the queue `free`."""
+    return free.get()  # waits until the consumer has put one back: that is the back-pressure
+
+
+# %% [markdown]
+# ### 3.3 A slot used again too early
+#
+# A look ahead at lab 4: with `non_blocking=True` and page-locked slots `slot.copy_` returns while
+# the copy is still in flight, and `slot.event.synchronize()` waits until the slot's *last* copy has
+# arrived. Here two slots are used in turn, and each batch is read a little later, so that its copy
+# has time. One character is wrong, and with it the results. Mend it.
+#
+# The check gives it two slots and compares every batch's bytes.
+#
+# <details>
+# <summary>Hint</summary>
+#
+# Write down for the first four batches which slot each is copied to, and when it is read.
+#
+# </details>
+
+# %% tags=["stub"]
+def through_a_ring(job, slots):
+    """A copy of every batch's scores on the host, by way of `slots` in turn."""
+    raise NotImplementedError  # take this line away, and mend what follows
+    results, in_flight = [], []
+
+    def read_oldest():
+        slot = in_flight.pop(0)
+        slot.event.synchronize()
+        results.append(slot.tensor.clone())
+
+    for index, images in enumerate(job.batches()):
+        if len(in_flight) > len(slots):
+            read_oldest()
+        slot = slots[index % len(slots)]
+        slot.copy_(job.forward(images), non_blocking=True)
+        in_flight.append(slot)
+    while in_flight:
+        read_oldest()
+    return results
+
+
+# %% tags=["check"]
+checks.through_a_ring(through_a_ring, gpu)
+
+# %% tags=["solution"]
+def through_a_ring(job, slots):
+    """A copy of every batch's scores on the host, by way of `slots` in turn."""
+    results, in_flight = [], []
+
+    def read_oldest():
+        slot = in_flight.pop(0)
+        slot.event.synchronize()
+        results.append(slot.tensor.clone())
+
+    for index, images in enumerate(job.batches()):
+        if len(in_flight) == len(slots):  # `>` is one too late: every slot is in use already
+            read_oldest()
+        slot = slots[index % len(slots)]
+        slot.copy_(job.forward(images), non_blocking=True)
+        in_flight.append(slot)
+    while in_flight:
+        read_oldest()
+    return results
+
+
+# %% [markdown]
+# A pool keeps you from this mistake: `acquire` gives out only what was released.
 #
 # ## Key points
 #

@@ -26,7 +26,7 @@ results_dir: str = "build"  # where figures and records go
 
 # %%
 import labkit
-from labkit import annotate
+from labkit import annotate, checks
 from labkit.pipelines import buffer_pool, multi_worker, sequential
 
 gpu = labkit.open_device(device)
@@ -242,6 +242,98 @@ print(f"a batch takes {batch_ms:.1f} ms, of which {end_ms:.1f} ms are its share 
 print("when the last batch is processed and nothing else is left to do")
 print(f"forward {ceiling['forward_s'] * 1e3:.1f} ms + copy {ceiling['slot_copy_s'] * 1e3:.1f} ms "
       f"= {(ceiling['forward_s'] + ceiling['slot_copy_s']) * 1e3:.1f} ms")
+
+# %% [markdown]
+# ## Exercises
+#
+# Take the line that raises `NotImplementedError` away, run the cell, then the check below it.
+# Until then the check says "not attempted", and the notebook goes on.
+#
+# ### 4.1 The reader that does not wait
+#
+# One page-locked slot, and a copy of each batch is to be kept. No error comes, and each result is
+# plausible. Mend it.
+#
+# The check says which batch's bytes each result really has.
+#
+# <details>
+# <summary>Hint</summary>
+#
+# `slot.copy_` has only queued the copy, behind a forward that was only queued too. The slot has an
+# event that tells when both are done.
+#
+# </details>
+
+# %% tags=["stub"]
+def read_each(job, slot):
+    """A copy of every batch's scores on the host, by way of one page-locked slot."""
+    raise NotImplementedError  # take this line away, and mend what follows
+    results = []
+    for images in job.batches():
+        slot.copy_(job.forward(images), non_blocking=True)
+        results.append(slot.tensor.clone())
+    return results
+
+
+# %% tags=["check"]
+checks.read_each(read_each, gpu)
+
+# %% tags=["solution"]
+def read_each(job, slot):
+    """A copy of every batch's scores on the host, by way of one page-locked slot."""
+    results = []
+    for images in job.batches():
+        slot.copy_(job.forward(images), non_blocking=True)
+        slot.event.synchronize()  # until then the slot holds the batch before
+        results.append(slot.tensor.clone())
+    return results
+
+
+# %% [markdown]
+# ### 4.2 An event that promises too much
+#
+# This function queues a batch into plain page-locked memory, without a slot, and returns an event.
+# Whoever waits for the event gets wrong bytes all the same. Mend it. The function itself must not
+# wait.
+#
+# The check waits for the event, reads `host` at once, and compares the bytes.
+#
+# <details>
+# <summary>Hint</summary>
+#
+# `record()` puts a mark into the current stream, behind all that is queued there *so far*.
+#
+# </details>
+
+# %% tags=["stub"]
+def queue_batch(job, images, host):
+    """Queue the forward of `images` and the copy of its scores to `host`.
+
+    Returns, at once, an event that is past when the bytes are there.
+    """
+    raise NotImplementedError  # take this line away, and mend what follows
+    event = job.device.Event()
+    event.record()
+    scores = job.forward(images)
+    host.copy_(scores, non_blocking=True)
+    return event
+
+
+# %% tags=["check"]
+checks.queue_batch(queue_batch, gpu)
+
+# %% tags=["solution"]
+def queue_batch(job, images, host):
+    """Queue the forward of `images` and the copy of its scores to `host`.
+
+    Returns, at once, an event that is past when the bytes are there.
+    """
+    event = job.device.Event()
+    scores = job.forward(images)
+    host.copy_(scores, non_blocking=True)
+    event.record()  # behind the copy: what is in front of the mark is what it stands for
+    return event
+
 
 # %% [markdown]
 # ## Key points

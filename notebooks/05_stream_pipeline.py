@@ -28,7 +28,7 @@ results_dir: str = "build"  # where figures and records go
 from collections import deque
 
 import labkit
-from labkit import annotate
+from labkit import annotate, checks
 from labkit.pipelines import buffer_pool, hand_over, multi_worker, pinned_async, sequential
 from labkit.presets import check_depth
 
@@ -328,6 +328,83 @@ with (
     fingerprints = pipeline.results()
 
 print(*fingerprints, sep="\n")
+
+# %% [markdown]
+# ## Exercises
+#
+# Take the line that raises `NotImplementedError` away, run the cell, then the check below it.
+# Until then the check says "not attempted", and the notebook goes on.
+#
+# ### 5.1 The copy that does not wait
+#
+# The heart of `StreamPipeline.submit`, with one line missing. `scores` was computed, or rather
+# queued, on the current stream. Mend it; the host must not wait.
+#
+# The check queues every batch, keeps all scores, then waits for the device and compares the slots.
+#
+# <details>
+# <summary>Hint</summary>
+#
+# What stops the copy stream, which has nothing else to do, from copying before there are scores?
+#
+# </details>
+
+# %% tags=["stub"]
+def copy_beside(scores, slot, copy_stream, device):
+    """Queue the copy of `scores` into `slot` on `copy_stream`. Returns at once."""
+    raise NotImplementedError  # take this line away, and mend what follows
+    with device.stream(copy_stream):
+        slot.copy_(scores, non_blocking=True)
+
+
+# %% tags=["check"]
+checks.copy_beside(copy_beside, gpu)
+
+# %% tags=["solution"]
+def copy_beside(scores, slot, copy_stream, device):
+    """Queue the copy of `scores` into `slot` on `copy_stream`. Returns at once."""
+    copy_stream.wait_stream(device.current_stream())  # the device waits, the host goes on
+    with device.stream(copy_stream):
+        slot.copy_(scores, non_blocking=True)
+
+
+# %% [markdown]
+# ### 5.2 The tensor freed under a running copy
+#
+# The same function with the right wait in it, but another caller: this one drops each batch's
+# scores as soon as the copy is queued, as the loop of `stream_pipeline` does, while the copy stream
+# is busy with something else and late. Again one line is missing.
+#
+# The check compares the slots in the end, and says whose bytes they have.
+#
+# <details>
+# <summary>Hint</summary>
+#
+# To whom does PyTorch's allocator give the memory of the dropped scores, and when does the copy
+# read it? Where in the text above was that mended?
+#
+# </details>
+
+# %% tags=["stub"]
+def copy_and_forget(scores, slot, copy_stream, device):
+    """Queue the copy of `scores`, which the caller then drops, into `slot` on `copy_stream`."""
+    raise NotImplementedError  # take this line away, and mend what follows
+    copy_stream.wait_stream(device.current_stream())
+    with device.stream(copy_stream):
+        slot.copy_(scores, non_blocking=True)
+
+
+# %% tags=["check"]
+checks.copy_and_forget(copy_and_forget, gpu)
+
+# %% tags=["solution"]
+def copy_and_forget(scores, slot, copy_stream, device):
+    """Queue the copy of `scores`, which the caller then drops, into `slot` on `copy_stream`."""
+    copy_stream.wait_stream(device.current_stream())
+    with device.stream(copy_stream):
+        slot.copy_(scores, non_blocking=True)
+    scores.record_stream(copy_stream)  # its memory stays out of use until the copy has read it
+
 
 # %% [markdown]
 # ## Key points

@@ -8,6 +8,7 @@ Both devices offer the part of `torch.cuda` that the labs use. On a GPU these na
     device.upload(host_tensor)            host -> device, queued on the current stream
     device.load(model, inputs)            the model as a function on device tensors
     device.page_lock(tensor)   device.page_unlock(tensor)
+    device.delay(seconds)                 holds the current stream up, for exercises and tests
 """
 
 from ..errors import LabError

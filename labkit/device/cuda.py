@@ -6,9 +6,11 @@ import torch
 
 from ..errors import LabError
 
+_CYCLES_PER_S = 1.8e9  # between 1.1 and 2.6 GHz on NVIDIA's GPUs since Volta
+
 
 class CudaDevice:
-    """One NVIDIA GPU: `torch.cuda`'s own stream and event classes, and four small helpers."""
+    """One NVIDIA GPU: `torch.cuda`'s own stream and event classes, and five small helpers."""
 
     kind = "cuda"
     profile = None
@@ -33,6 +35,11 @@ class CudaDevice:
     def load(self, model: torch.nn.Module, inputs: torch.Tensor):
         """Move `model` to the GPU. Calling the result queues its kernels and returns at once."""
         return model.to("cuda")
+
+    def delay(self, seconds: float) -> None:
+        """Hold the current stream up for about `seconds`, give or take a half. Returns at once."""
+        # torch's own tests wait like this; it takes cycles, so the length depends on the clock.
+        torch.cuda._sleep(int(seconds * _CYCLES_PER_S))
 
     def page_lock(self, tensor: torch.Tensor) -> None:
         """Page-lock the memory that `tensor` lies in, so that copies to it can be asynchronous.

@@ -82,7 +82,7 @@ class EmulatedDevice:
             self._last_marks.pop().done.wait()
         self.raise_fault()
 
-    # The four helpers that CudaDevice has as well.
+    # The five helpers that CudaDevice has as well.
 
     def upload(self, host: torch.Tensor) -> DeviceTensor:
         """Copy `host` to the device on the current stream.
@@ -100,6 +100,10 @@ class EmulatedDevice:
         The function takes device tensors that hold some of `inputs` and returns at once.
         """
         return Kernel(self, model, inputs)
+
+    def delay(self, seconds: float) -> None:
+        """Hold the current stream up for `seconds`; no engine is busy with it. Returns at once."""
+        self.current_stream()._queue_delay(seconds)
 
     def page_lock(self, tensor: torch.Tensor) -> None:
         """Let copies between the device and the memory of `tensor` be asynchronous."""

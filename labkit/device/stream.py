@@ -66,6 +66,13 @@ class EmulatedStream:
         self.mark().done.wait()
         self._device.raise_fault()
 
+    def _queue_delay(self, seconds: float) -> None:
+        def operation(ready: float) -> float:
+            sleep_until(ready + seconds)
+            return ready + seconds
+
+        self._operations.put((operation, time.perf_counter()))
+
     def _queue_on(self, engine: "Engine", seconds: float, action, nbytes=None, pinned=None):
         # Not `self` in here: a stream that waits in its own queue would never be dropped.
         device, queued = self._device, time.perf_counter()
