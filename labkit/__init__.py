@@ -1,7 +1,8 @@
 """Five labs on getting a model's output off the GPU: the package that the notebooks use.
 
 Read it in this order: job, pipelines, buffers, workers, device, timing; then ranges, recorder,
-timeline, metrics; then costs, calibration, clock, virtual, prediction.
+timeline, metrics; then costs, calibration, clock, virtual, prediction. The exercises have
+verdict, slow_job, checks.
 """
 
 import importlib

@@ -9,11 +9,13 @@ A slot has one holder at a time:
 
 import math
 import shutil
+import weakref
 from collections import deque
 from pathlib import Path
 
 import torch
 
+from .device import page_lock_or_warn
 from .errors import LabError
 from .presets import check_count
 from .ranges import annotate
@@ -64,8 +66,9 @@ class BufferPool:
     """`slots` buffers of `shape` and `dtype` in memory that worker processes share.
 
     Every page is touched at the start. With `page_locked=True` the device may also copy into
-    it without the host's help. Raises LabError, before anything is allocated, when shared
-    memory is too small. Close it when no copy and no worker uses it any more, or use `with`.
+    it without the host's help; `page_locked` is False, after a warning, when the device refused
+    that. Raises LabError, before anything is allocated, when shared memory is too small. Close it
+    when no copy and no worker uses it any more, or use `with`.
     """
 
     def __init__(self, device, shape, dtype: torch.dtype, slots: int, page_locked: bool = False):
@@ -76,15 +79,19 @@ class BufferPool:
         self.memory = torch.empty((slots, *shape), dtype=dtype).share_memory_().zero_()
         self.slots = slots
         self.slot_bytes = slot_bytes
-        self.page_locked = page_locked and slot_bytes > 0
-        self._device = device
-        if self.page_locked:
-            device.page_lock(self.memory)
         self._all = [Slot(i, self.memory[i], device.Event()) for i in range(slots)]
         self._free = deque(self._all)
         self._closed = False
         # OutputWorkers puts its own here: a function that waits until a worker is done.
         self.wait_for_release = self._nobody_releases
+        self._device = device
+        self.page_locked = (
+            page_locked
+            and slot_bytes > 0
+            and page_lock_or_warn(device, self.memory, f"the pool's {slots} slots")
+        )
+        if self.page_locked:  # a pool that is dropped unlocks it too, before the memory goes
+            self._unlock = weakref.finalize(self, device.page_unlock, self.memory)
 
     def acquire(self) -> Slot:
         """A slot that nobody uses, waiting for a worker to give one back if need be.
@@ -121,7 +128,7 @@ class BufferPool:
                 slot.event.synchronize()
         finally:
             if self.page_locked:
-                self._device.page_unlock(self.memory)
+                self._unlock()
             self._all, self._free, self.memory = [], deque(), None
 
     def __contains__(self, slot: Slot) -> bool:

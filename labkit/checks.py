@@ -18,19 +18,14 @@ from .slow_job import (
     FORWARD_S,
     keep,
     keep_slowly,
+    keep_then_work,
     need_filled,
     need_workers,
     open_job,
     open_slots,
 )
-from .verdict import Verdict, Wrong, call, compare, need_number, rule, verdict
+from .verdict import Wrong, call, compare, describe, need_number, rule, verdict
 from .workers import OutputWorkers
-
-__all__ = [
-    "time_copy", "forward_rate", "threads_or_processes", "hand_over_all", "one_slot",
-    "get_buffer", "through_a_ring", "read_each", "queue_batch", "copy_beside",
-    "copy_and_forget", "Verdict",
-]  # fmt: skip
 
 # Lab 1.
 
@@ -43,7 +38,7 @@ def time_copy(attempt, device) -> str:
         said = min(need_number(call(attempt, job, device)) for _ in range(3))
         forwards, copies = zip(*(_stage_ms(job) for _ in range(3)), strict=True)
     forward, copy = min(forwards), min(copies)
-    seen = f"your timer says {said:.1f} ms for a copy that takes about {copy:.1f} ms"
+    seen = f"{device.name}: your timer says {said:.1f} ms for a copy of about {copy:.1f} ms"
     if said >= copy + forward / 2:
         raise Wrong(
             f"{seen}: the forward, {forward:.1f} ms, is counted in. It was only queued when the "
@@ -81,7 +76,7 @@ def forward_rate(attempt, device) -> str:
             job.forward(images)
         device.synchronize()
         right = job.count / (time.perf_counter() - start)
-    seen = f"your rate is {said:,.0f} batches/s, the device computes about {right:,.0f}"
+    seen = f"{device.name}: your rate is {said:,.0f} batches/s, it computes about {right:,.0f}"
     if said > 2 * right:
         raise Wrong(
             f"{seen}: batches were counted when they were queued. Rule: stop the clock when the "
@@ -95,15 +90,11 @@ def forward_rate(attempt, device) -> str:
 # Lab 2.
 
 
-def _as_bytes(batch, scores):
-    return len(scores.numpy().tobytes())
-
-
-def _best_class(batch, scores):
-    return scores.argmax(dim=0)
-
-
-_WORK = {"as_bytes": _as_bytes, "best_class": _best_class, "in_this_cell": None}
+_WORK = {
+    "as_bytes": lambda batch, scores: len(scores.numpy().tobytes()),
+    "best_class": lambda batch, scores: scores.argmax(dim=0),
+    "in_this_cell": lambda batch, scores: scores.amax(dim=0),
+}
 _KINDS = {"as_bytes": "processes", "best_class": "threads", "in_this_cell": "threads"}
 
 
@@ -112,10 +103,12 @@ def threads_or_processes(attempt, device) -> str:
     """`attempt()`: for each of three functions "threads" or "processes"."""
     answers = call(attempt)
     if not isinstance(answers, dict) or answers.keys() != _KINDS.keys():
-        raise Wrong(f"a dict with the keys {', '.join(_KINDS)} must come back, got {answers!r:.80}")
+        raise Wrong(
+            f"a dict with the keys {', '.join(_KINDS)} must come back, got {describe(answers)}"
+        )
     for name, answer in answers.items():
         if answer not in ("threads", "processes"):
-            raise Wrong(f"{name} must be 'threads' or 'processes', got {answer!r:.40}")
+            raise Wrong(f"{name} must be 'threads' or 'processes', got {describe(answer)}")
     found = {name: _why(name) for name in _KINDS}
     faults = [
         f"{name} in {answers[name]}? {found[name]}"
@@ -131,7 +124,7 @@ def _why(name: str) -> str:
     """Why `name` is for threads or for processes, as this machine shows it just now."""
     if name == "in_this_cell":
         try:
-            OutputWorkers(lambda batch, scores: scores.amax(dim=0), 1).close()
+            OutputWorkers(_WORK[name], 1).close()
         except LabError as error:
             return f"OutputWorkers says: {error}"
     taken, pause = _longest_pause(_WORK[name])
@@ -143,7 +136,7 @@ def _why(name: str) -> str:
 
 def _longest_pause(process) -> tuple[float, float]:
     """Milliseconds: of `process` in a thread, and of the longest pause of a loop beside it."""
-    scores = torch.ones((4, 2**22))
+    scores = torch.ones((4, 2**20))
     began = threading.Event()
     taken = []
 
@@ -229,9 +222,7 @@ def get_buffer(attempt, device) -> str:
             scores = job.forward(images)
             buffer = call(attempt, free, allocate)
             if not any(buffer is one for one in made):
-                raise Wrong(
-                    f"batch {batch} needs a buffer from `free`, got {type(buffer).__name__}"
-                )
+                raise Wrong(f"batch {batch} needs a buffer of `free`, got {describe(buffer)}")
             if len(made) > 2:
                 raise Wrong(
                     f"batch {batch} got a third buffer while the consumer was at work on the "
@@ -262,12 +253,12 @@ def through_a_ring(attempt, device) -> str:
 
 @verdict
 def read_each(attempt, device) -> str:
-    """`attempt(job, slot)`: a copy of every batch, by way of one page-locked slot."""
+    """`attempt(job, slot)`: process every batch, by way of one page-locked slot."""
     text = (
         "Rule: after a non_blocking copy, wait for slot.event before you read. Until then the "
         "slot holds what was in it before"
     )
-    with open_job(device) as job, open_slots(job, 1) as (slot,), rule(text):
+    with open_job(device, keep_then_work) as job, open_slots(job, 1) as (slot,), rule(text):
         expected = sequential(job)
         compare(call(attempt, job, slot), expected)
         need_filled([slot.tensor])
@@ -289,7 +280,7 @@ def queue_batch(attempt, device) -> str:
             event = call(attempt, job, images, host)
             waited.append(_is_idle(device))
             if not isinstance(event, type(device.Event())):
-                raise Wrong(f"an event must come back, got {event!r:.40}")
+                raise Wrong(f"an event must come back, got {describe(event)}")
             event.synchronize()
             results.append(host.clone())
             device.synchronize()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from .device import page_lock_or_warn
 from .errors import LabError
 from .presets import check_count
 from .ranges import annotate
@@ -21,7 +22,8 @@ class Job:
     independent of each other. `process(batch_index, host_tensor)` is importable by name; what
     it returns must depend on every byte, or a wrong one goes unseen. When there are fewer
     `inputs` than `samples` they are used again. The last batch may be smaller.
-    `device` is an open device; the inputs are page-locked on it, the model loaded.
+    `device` is an open device; the inputs are page-locked on it, or stay pageable with a warning
+    when it refuses, and the model is loaded.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Job:
         # is one piece of it.
         rows = self._distinct if self.samples <= self._distinct else self._distinct + batch - 1
         self.inputs = inputs[torch.arange(rows) % self._distinct]
-        device.page_lock(self.inputs)
-        self._unlock = weakref.finalize(self, device.page_unlock, self.inputs)
+        self._unlock = None
+        if page_lock_or_warn(device, self.inputs, "the job's inputs"):
+            self._unlock = weakref.finalize(self, device.page_unlock, self.inputs)
         self._model = device.load(self.model_module, self.inputs)
         first = next(self.batches())
         scores = self.forward(first)
@@ -100,7 +103,8 @@ class Job:
 
     def close(self) -> None:
         """Undo the page-locking of the inputs. May be repeated; dropping the job does it too."""
-        self._unlock()
+        if self._unlock is not None:
+            self._unlock()
 
 
 def digest(results: list) -> str:

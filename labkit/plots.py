@@ -4,7 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .errors import LabError
-from .results import is_right, prediction_error, speedup, title
+from .results import is_right, prediction_error, speedup, strategy_label, title
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart:
 # https://jfly.uni-koeln.de/color/
@@ -37,7 +37,7 @@ def plot_ladder(record: dict) -> Figure:
         0.99 * ceiling["samples_per_s"], -0.62, f"ceiling: {ceiling['limited_by']}",
         color=_CEILING, ha="right", va="bottom", fontsize=10,
     )  # fmt: skip
-    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    axes.set_yticks(range(len(rows)), [strategy_label(row) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.95)
     axes.set_xlim(0, 1.22 * widest)
     axes.set_xlabel("samples per second, to the last result back (bar: median, whisker: all runs)")
@@ -63,7 +63,7 @@ def plot_predictions(record: dict) -> Figure:
         axes.text(
             max(row["spread"][1], predicted) + 0.015 * widest, place, label, va="center", fontsize=9
         )
-    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    axes.set_yticks(range(len(rows)), [strategy_label(row) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 1.65 * widest)
     axes.set_xlabel("samples per second (bar: measured, whisker: all runs; line: predicted before)")
@@ -89,7 +89,7 @@ def _finish(axes: Axes, record: dict) -> None:
 def describe_predictions(record: dict) -> str:
     """What the figure of predictions shows, in words."""
     parts = [
-        f"{row['name']} {row['samples_per_s']:,.0f} samples/s measured, "
+        f"{strategy_label(row)} {row['samples_per_s']:,.0f} samples/s measured, "
         f"{row['predicted_samples_per_s']:,.0f} predicted ({prediction_error(row):+.1%})"
         for row in _predicted(record)
     ]
@@ -111,7 +111,7 @@ def describe_ladder(record: dict) -> str:
         gain = "" if times is None else f" ({times:.1f} times sequential)"
         if not is_right(record, row):
             gain = " with wrong bytes"
-        parts.append(f"{row['name']} {row['samples_per_s']:,.0f} samples/s{gain}")
+        parts.append(f"{strategy_label(row)} {row['samples_per_s']:,.0f} samples/s{gain}")
     ceiling = record["ceiling"]
     return (
         f"Bar chart. {title(record)}. {'; '.join(parts)}. "

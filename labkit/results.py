@@ -15,8 +15,9 @@ COUNT = {"type": "integer", "minimum": 0, "maximum": 10**9}
 TEXT = {"type": "string", "maxLength": 500}
 
 
-def object_schema(**properties) -> dict:
-    return {"type": "object", "properties": properties, "required": list(properties)}
+def object_schema(optional: dict | None = None, /, **properties) -> dict:
+    known = {**properties, **(optional or {})}
+    return {"type": "object", "properties": known, "required": list(properties)}
 
 
 DEVICE = object_schema(
@@ -55,6 +56,7 @@ SCHEMA = object_schema(
         "minItems": 1,
         "maxItems": 100,
         "items": object_schema(
+            {"page_locked": {"type": "boolean"}},  # false: was refused, and pageable instead
             name=TEXT,
             samples_per_s=NUMBER,
             spread={"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 2},
@@ -208,6 +210,11 @@ def speedup(record: dict, row: dict) -> float | None:
     return row["samples_per_s"] / base["samples_per_s"]
 
 
+def strategy_label(row: dict) -> str:
+    """The strategy's name, and that its pool should have been page-locked but was not."""
+    return row["name"] if row.get("page_locked", True) else f"{row['name']} (pageable)"
+
+
 def title(record: dict) -> str:
     """One line that says what was measured on what, and whether it was emulated."""
     job, where = record["job"], describe_device(record["device"])
@@ -251,7 +258,7 @@ def ladder_table(record: dict):
         low, high = row["spread"]
         right = is_right(record, row)
         table.add_row(
-            row["name"],
+            strategy_label(row).replace(" ", "\n"),  # a screen is no wider
             _rate(row["samples_per_s"]),
             f"{_rate(low)} to {_rate(high)}",
             "wrong" if not right else "" if times is None else f"{times:.2f}x",

@@ -56,6 +56,13 @@ def keep_slowly(batch: int, scores: torch.Tensor) -> torch.Tensor:
     return scores.clone()
 
 
+def keep_then_work(batch: int, scores: torch.Tensor) -> torch.Tensor:
+    """`keep`, at once, and then so long at work that a copy queued before has arrived."""
+    kept = scores.clone()
+    time.sleep(4 * FORWARD_S)
+    return kept
+
+
 @contextmanager
 def open_job(device, process=keep, samples=SAMPLES, image=64, forward_s=FORWARD_S):
     """A SlowJob of `samples` images of `image` x `image`, closed when the device is idle."""

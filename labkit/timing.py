@@ -60,6 +60,7 @@ def measure(
                 digests.add(digest(results))
         if len(digests) > 1:
             raise LabError(f"{name} gave other results in one run than in the next")
+        refused = "pinned_pool" in parts and not parts["pinned_pool"].page_locked
         rates = [job.samples / s for s in seconds]
         busy = job.samples / job.batch * ceiling["forward_s"] / statistics.median(seconds)
         rows.append(
@@ -78,6 +79,7 @@ def measure(
                 "workers": workers if "workers" in parts else 0,
                 "slots": preset.slots if parts.keys() & _PARTS_WITH_SLOTS else 0,
                 "depth": preset.depth if "depth" in parts else 0,
+                **({"page_locked": False} if refused else {}),
             }
         )
     return make_record(job, preset, ceiling, rows)
@@ -149,9 +151,12 @@ def measure_ceiling(job: Job, workers: int) -> dict:
     forward_s = _median_seconds(forward) / forwards
     pool = BufferPool(device, job.output_shape, job.output_dtype, slots=1, page_locked=True)
     with pool, OutputWorkers(job.process, 1, pool) as consumer:
-        page_locked = scores.to("cpu", non_blocking=True)  # torch's own way to allocate it
-        copy_s = _median_seconds(copy)
         slot = pool.acquire()
+        # torch's own way to allocate it; where the pool was refused it would be too
+        page_locked = (
+            scores.to("cpu", non_blocking=True) if pool.page_locked else slot.copy_(scores).tensor
+        )
+        copy_s = _median_seconds(copy)
         slot_copy_s = _median_seconds(copy_to_slot)
         for batch in range(4):
             consumer.submit(batch, slot)

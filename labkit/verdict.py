@@ -72,7 +72,7 @@ def verdict(examine: Callable[..., str]) -> Callable[..., Verdict]:
 def call(attempt, *args):
     """`attempt(*args)`, with an exception in it told in one line: what it was and where."""
     if not callable(attempt):
-        raise Wrong(f"a function is needed here, this is {_describe(attempt)}")
+        raise Wrong(f"a function is needed here, this is {describe(attempt)}")
     try:
         return attempt(*args)
     except NotImplementedError as error:
@@ -89,7 +89,7 @@ def compare(results, expected: list[torch.Tensor]) -> None:
     It names the batches that are wrong, and whose bytes they have instead.
     """
     if not isinstance(results, list | tuple):
-        raise Wrong(f"a list of {len(expected)} tensors must come back, got {_describe(results)}")
+        raise Wrong(f"a list of {len(expected)} tensors must come back, got {describe(results)}")
     if len(results) != len(expected):
         raise Wrong(
             f"{len(results)} results came back for {len(expected)} batches: "
@@ -98,7 +98,7 @@ def compare(results, expected: list[torch.Tensor]) -> None:
     for batch, result in enumerate(results):
         if type(result) is not torch.Tensor or result.is_cuda:
             raise Wrong(
-                f"the result of batch {batch} must be a tensor on the host, got {_describe(result)}"
+                f"the result of batch {batch} must be a tensor on the host, got {describe(result)}"
             )
     faults = [fault for batch in range(len(results)) if (fault := _fault(batch, results, expected))]
     if faults:
@@ -108,23 +108,35 @@ def compare(results, expected: list[torch.Tensor]) -> None:
 def _fault(batch: int, results, expected: list[torch.Tensor]) -> str:
     """What is wrong with the bytes of `batch`, in words; empty if nothing is."""
     result, right = results[batch], expected[batch]
+    if result.shape == right.shape and _same(result, right):
+        return ""
+    for other, candidate in enumerate(expected):
+        if _same(result, candidate):
+            return f"batch {batch} has the bytes of batch {other}"
     if result.shape != right.shape or result.dtype != right.dtype:
         return (
             f"batch {batch} is {tuple(result.shape)} {result.dtype}, "
             f"not {tuple(right.shape)} {right.dtype}"
         )
-    got, wanted = bytes_of(result), bytes_of(right)
-    different = (got != wanted).nonzero()
-    if not len(different):
-        return ""
-    for other, candidate in enumerate(expected):
-        if torch.equal(got, bytes_of(candidate)[: len(got)]):
-            return f"batch {batch} has the bytes of batch {other}"
+    got = bytes_of(result)
     if not got.any():
-        return f"batch {batch} has nothing but zeros, which is what the memory held at first"
+        return f"batch {batch} is still all zeros, as its memory was at first"
+    wrong = (got != bytes_of(right)).nonzero().flatten()
+    seen = (
+        f"batch {batch} has {len(wrong):,} of {len(got):,} bytes wrong, from {int(wrong[0]):,} on"
+    )
+    for other, candidate in enumerate(expected):
+        if candidate.nbytes >= len(got) and torch.equal(got[wrong], bytes_of(candidate)[wrong]):
+            return f"{seen}, and all of them are batch {other}'s"
+    return seen
+
+
+def _same(result: torch.Tensor, candidate: torch.Tensor) -> bool:
+    """Whether `result` has the bytes of `candidate`, or of its first samples."""
     return (
-        f"batch {batch} has {len(different):,} of {len(got):,} bytes wrong, "
-        f"the first at byte {int(different[0]):,}"
+        result.dtype == candidate.dtype
+        and result.shape[1:] == candidate.shape[1:]
+        and torch.equal(bytes_of(result), bytes_of(candidate[: len(result)]))
     )
 
 
@@ -135,7 +147,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def need_number(value) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Wrong(f"a number must come back, got {_describe(value)}")
+        raise Wrong(f"a number must come back, got {describe(value)}")
     return float(value)
 
 
@@ -164,7 +176,7 @@ def _time_limit(seconds: float):
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
 
 
 def _explain(attempt, error: BaseException) -> str:
@@ -182,5 +194,8 @@ def _name(attempt) -> str:
     return getattr(attempt, "__name__", "your function")
 
 
-def _describe(value) -> str:
-    return "None" if value is None else f"{type(value).__name__} {value!r:.40}"
+def describe(value) -> str:
+    """What `value` is, in a few words of one line."""
+    if value is None:
+        return "None"
+    return f"{type(value).__name__} {' '.join(repr(value).split())[:40]}"

@@ -9,14 +9,14 @@ import multiprocessing
 import os
 import pickle
 import queue
+import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from contextlib import contextmanager
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker, util
 
 import torch
 
@@ -53,13 +53,15 @@ class ProcessWorker(Worker):
         self.replies, theirs = context.Pipe()
         self._process = context.Process(
             target=_worker_main,
-            args=(theirs, process, memory),
+            args=(theirs, process, memory, util.get_temp_dir()),
             name=f"worker {number}",
             daemon=True,
         )
-        with _no_interrupt():
-            self._process.start()
-        theirs.close()  # so that our reads end when the worker does
+        try:
+            _start(self._process, theirs)
+        except BaseException:
+            self.replies.close()  # a worker that starts all the same ends at once
+            raise
         self.sentinel = self._process.sentinel
 
     def send(self, task) -> None:
@@ -102,17 +104,48 @@ class ProcessWorker(Worker):
         return f"ended with exit code {code}"
 
 
-@contextmanager
-def _no_interrupt():
-    """Hold an interrupt back while processes start that are not ready for one."""
-    if not hasattr(signal, "pthread_sigmask"):  # on Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _start(process, pipe: connection.Connection) -> None:
+    """Start `process`, which has `pipe`, and close that here, so that reads end when it does.
+
+    In a thread, since interrupts only reach the main one: in the middle of a start they would
+    leave a process that nobody knows.
+    """
+    errors = []
+
+    def start() -> None:
+        try:
+            if hasattr(signal, "pthread_sigmask"):  # not on Windows
+                resource_tracker.ensure_running()  # which unblocks interrupts behind itself
+                # For the fork server and the workers, which inherit it and never want one.
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            process.start()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            pipe.close()
+
+    thread = threading.Thread(target=start, name="start", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def finish(action) -> None:
+    """Call `action`, which ends by itself; an interrupt meanwhile is raised after it.
+
+    For cleaning up, which people interrupt too when it takes them too long.
+    """
+    thread = threading.Thread(target=action, name="finish", daemon=True)
+    interrupt = None
+    thread.start()
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 class ThreadWorker(Worker):
@@ -150,10 +183,12 @@ class ThreadWorker(Worker):
         return "ended"
 
 
-def _worker_main(pipe: connection.Connection, process, memory: torch.Tensor | None) -> None:
-    """A worker process, from start to end."""
+def _worker_main(
+    pipe: connection.Connection, process, memory: torch.Tensor | None, folder: str
+) -> None:
+    """A worker process, from start to end. `folder` is multiprocessing's own of the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     torch.set_num_threads(1)
     _keep_freed_memory()
     if memory is not None:
@@ -204,8 +239,9 @@ def _serve(receive, reply, process, memory: torch.Tensor | None) -> None:
         reply(answer)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: str) -> None:
     connection.wait([multiprocessing.parent_process().sentinel])
+    shutil.rmtree(folder, ignore_errors=True)  # a parent that was killed could not
     os._exit(1)
 
 

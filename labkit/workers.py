@@ -18,6 +18,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from multiprocessing import connection
 
 import torch
@@ -26,7 +27,7 @@ from .buffers import BufferPool, Slot
 from .errors import LabError
 from .presets import check_count
 from .ranges import annotate, current_listener
-from .worker import CLOSE_LIMIT_S, ProcessWorker, ThreadWorker, Worker
+from .worker import CLOSE_LIMIT_S, ProcessWorker, ThreadWorker, Worker, finish
 
 # For a worker that never gets ready, as one whose imports wait for a network.
 _START_LIMIT_S = 120.0
@@ -74,10 +75,14 @@ class OutputWorkers:
         self._closed = False
         self.seconds: list[float] = []  # how long each batch took in its worker
         self._tasks = queue.SimpleQueue()
-        self._feeder = threading.Thread(target=self._feed, name="feeder", daemon=True)
+        self._feeder = threading.Thread(
+            target=_feed, args=(self._tasks,), name="feeder", daemon=True
+        )
         kind = ThreadWorker if threads else ProcessWorker
         memory = None if pool is None else pool.memory
-        self._workers = []
+        self._workers: list[Worker] = []
+        # For one that is dropped without close(), as by a cell that is run again.
+        self._dropped = weakref.finalize(self, _end_all, self._workers, self._tasks)
         try:
             for number in range(count):
                 self._workers.append(kind(number, process, memory))
@@ -134,15 +139,16 @@ class OutputWorkers:
         """Let every worker finish the batch it is at, then end it. Bounded; may be repeated."""
         if self._closed:
             return
-        if not self._stop_feeder():  # it waits for a worker that hangs
-            self._abort()
-            return
-        for worker in self._workers:
-            worker.end()
-        deadline = time.monotonic() + CLOSE_LIMIT_S
-        for worker in self._workers:
-            worker.join(deadline)
-        self._forget()
+        try:
+            if self._stop_feeder():
+                for worker in self._workers:
+                    worker.end()
+                deadline = time.monotonic() + CLOSE_LIMIT_S
+                for worker in self._workers:
+                    worker.join(deadline)
+                self._forget()
+        finally:
+            self._abort()  # if that was interrupted, or the feeder waits for a worker that hangs
 
     def __enter__(self) -> "OutputWorkers":
         return self
@@ -241,9 +247,11 @@ class OutputWorkers:
         raise self._error
 
     def _abort(self) -> None:
-        """End every worker now, whatever it is doing."""
-        if self._closed:
-            return
+        """End every worker now, whatever it is doing. No interrupt stops it half-way."""
+        if not self._closed:
+            finish(self._end_now)
+
+    def _end_now(self) -> None:
         for worker in self._workers:
             worker.kill()
         self._stop_feeder()
@@ -254,6 +262,7 @@ class OutputWorkers:
 
     def _forget(self) -> None:
         self._closed = True
+        self._dropped.detach()
         if self._pool is None:
             return
         self._pool.wait_for_release = self._pool._nobody_releases
@@ -261,25 +270,32 @@ class OutputWorkers:
             for slot in filter(None, self._under_way.values()):
                 self._pool.release(slot)
 
-    # The feeder thread.
-
-    def _feed(self) -> None:
-        while (item := self._tasks.get()) is not None:
-            worker, task = item
-            try:
-                worker.send(task)
-            except OSError:
-                pass  # the worker is gone: _collect sees its end and says so
-            except Exception:
-                worker.kill()  # this batch cannot be sent: let _collect end the run
-                raise
-            del item, task  # keep no batch alive while waiting for the next
-
     def _stop_feeder(self) -> bool:
         self._tasks.put(None)
         if self._feeder.ident is not None:
             self._feeder.join(CLOSE_LIMIT_S)
         return not self._feeder.is_alive()
+
+
+def _feed(tasks: queue.SimpleQueue) -> None:
+    """The feeder thread. It knows no OutputWorkers, which could never be dropped otherwise."""
+    while (item := tasks.get()) is not None:
+        worker, task = item
+        try:
+            worker.send(task)
+        except OSError:
+            pass  # the worker is gone: _collect sees its end and says so
+        except Exception:
+            worker.kill()  # this batch cannot be sent: let _collect end the run
+            raise
+        del item, task, worker  # keep nothing alive while waiting for the next
+
+
+def _end_all(workers: list[Worker], tasks: queue.SimpleQueue) -> None:
+    tasks.put(None)
+    for worker in workers:
+        worker.kill()
+        worker.end()
 
 
 def _is_plain(item) -> bool:

@@ -114,6 +114,17 @@ def test_non_blocking_to_cpu_returns_at_once(device, scores, expected):
     assert type(host) is torch.Tensor and torch.equal(host, expected[:8])
 
 
+def test_a_delay_holds_its_stream_up_and_no_other(device):
+    late, early, stream = device.Event(), device.Event(), device.Stream()
+    device.delay(0.3)
+    late.record()
+    with device.stream(stream):
+        early.record()
+    assert wait_until(early.query)
+    assert stays_behind(late)
+    assert wait_until(late.query)
+
+
 # What waits.
 
 

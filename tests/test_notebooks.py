@@ -263,6 +263,17 @@ def test_executed_notebook_is_whole(all_five, stem):
 
 
 @every_notebook
+def test_untouched_exercises_say_so_and_stop_nothing(all_five, stem):
+    _, out = all_five
+    cells = nbformat.read(out / f"{stem}.ipynb", as_version=nbformat.NO_CONVERT).cells
+    checked = [cell for cell in cells if "check" in cell.metadata.get("tags", [])]
+    assert len(checked) >= 2
+    for cell in checked:
+        (output,) = cell.outputs
+        assert output.data["text/plain"].startswith("not attempted: ")
+
+
+@every_notebook
 def test_notebook_leaves_its_record_and_figure(all_five, stem):
     _, out = all_five
     record = load_record(out / "records" / f"{stem}.json")

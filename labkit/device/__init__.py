@@ -11,6 +11,8 @@ Both devices offer the part of `torch.cuda` that the labs use. On a GPU these na
     device.delay(seconds)                 holds the current stream up, for exercises and tests
 """
 
+import warnings
+
 from ..errors import LabError
 
 KINDS = ("auto", "cuda", "emulated")
@@ -43,3 +45,17 @@ def open_device(kind: str = "auto", profile="classroom"):
     from .emulated import EmulatedDevice
 
     return EmulatedDevice(get_profile(profile) if isinstance(profile, str) else profile)
+
+
+def page_lock_or_warn(device, memory, what: str) -> bool:
+    """Page-lock the tensor `memory`; False, with one warning, when `device` refuses.
+
+    `memory`, called `what` in the warning, is locked as a whole or not at all. As pageable memory
+    it serves as well, only slower: copies to it wait.
+    """
+    try:
+        device.page_lock(memory)
+    except LabError as error:
+        warnings.warn(f"{what} stay pageable, so their copies are slower: {error}", stacklevel=2)
+        return False
+    return True

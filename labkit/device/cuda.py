@@ -51,7 +51,8 @@ class CudaDevice:
         _check(code, f"page-lock {tensor.nbytes:,} bytes")
 
     def page_unlock(self, tensor: torch.Tensor) -> None:
-        """Undo `page_lock`. No copy may be in flight."""
+        """Undo `page_lock`, once no copy is in flight."""
+        torch.cuda.synchronize()
         _check(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr()), "undo page-locking")
 
 
@@ -62,5 +63,5 @@ def _check(code, action: str) -> None:
             torch.zeros(1, device="cuda")
         raise LabError(
             f"CUDA could not {action} (error {int(code)}): "
-            "use fewer slots, or a pool that is not page-locked"
+            "use fewer slots or a smaller batch, or free memory"
         )

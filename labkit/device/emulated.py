@@ -44,6 +44,8 @@ class EmulatedDevice:
         self._compute, self._upload, self._copy = map(Engine, ("compute", "upload", "copy"))
         self.operations: list[Operation] | None = None  # a list here is given all that is done
         self._page_locked: dict[int, int] = {}  # first address -> bytes
+        # More is refused, as by a GPU's driver that cannot have the memory; None: no limit.
+        self.page_lock_limit_bytes: int | None = None
         self._dropped: deque[Block] = deque()
         self._allocation = threading.Lock()
         self._streams = weakref.WeakSet()
@@ -109,10 +111,16 @@ class EmulatedDevice:
         """Let copies between the device and the memory of `tensor` be asynchronous."""
         if tensor.data_ptr() in self._page_locked:
             raise LabError("this memory is page-locked already: page_unlock it first")
+        limit, locked = self.page_lock_limit_bytes, sum(self._page_locked.values())
+        if limit is not None and locked + tensor.nbytes > limit:
+            raise LabError(
+                f"the emulated device could not page-lock {tensor.nbytes:,} bytes "
+                f"(limit {limit:,}, in use {locked:,}): use fewer slots or a smaller batch"
+            )
         self._page_locked[tensor.data_ptr()] = tensor.nbytes
 
     def page_unlock(self, tensor: torch.Tensor) -> None:
-        """Undo `page_lock`. No copy may be in flight."""
+        """Undo `page_lock`. A copy in flight goes on."""
         if self._page_locked.pop(tensor.data_ptr(), None) is None:
             raise LabError("this memory is not page-locked")
 
