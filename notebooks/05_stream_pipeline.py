@@ -288,7 +288,7 @@ variants = {
 if compiled and gpu.kind == "cuda":
     variants["best class, from bfloat16, compiled"] = torch.compile(BestClass(LowPrecision(model)))
 
-photographs = job.inputs
+photographs = job.inputs[: 2 * job.batch]  # used again and again, as many as there are samples
 print(f"{gpu.name}:")
 for name, variant in variants.items():
     leaner = labkit.Job(variant, photographs, labkit.archive, gpu, job.batch, job.samples)
