@@ -5,6 +5,7 @@ torch is imported when needed.
 
 import contextlib
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -233,29 +234,33 @@ def run(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from .course import save_times
     from .device import open_device
 
     for value in values:
-        size = get_preset(value.get("preset", preset), "emulated")
+        opened = open_device(value.get("device", device))
+        size = get_preset(value.get("preset", preset), opened.kind)
         if "batches" in value:
-            get_preset(size.name, "emulated", batches=value["batches"])
-        open_device(value.get("device", device))
+            get_preset(size.name, opened.kind, batches=value["batches"])
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    console = Console(stderr=True)
+    console, seconds = Console(stderr=True), {}
     with Progress(
         *columns, console=console, refresh_per_second=1, disable=not console.is_terminal
     ) as progress:
         task = progress.add_task("", total=len(paths))
         for path, value in zip(paths, values, strict=True):
             progress.update(task, description=path.stem)
+            start = time.monotonic()
             run_notebook(path, out, value, solutions)
-            progress.console.print(f"{path.stem}: done")
+            seconds[path.stem] = time.monotonic() - start
+            progress.console.print(f"{path.stem}: done in {seconds[path.stem]:.0f} s")
             progress.advance(task)
+    save_times(seconds, out / "records" / "times.json", opened, size.name, solutions)
     _print_ladder(out / "records" / f"{paths[-1].stem}.json")
 
 

@@ -247,11 +247,16 @@ def build(source: Path, solved: bool = False) -> str:
     """The .ipynb text for a percent-format source: no outputs, fixed ids, one canonical form.
 
     A cell tagged `solution` is folded away in markdown; with `solved` it replaces the `stub`.
+    `TIME_NEEDED` becomes what the cells took where it was measured.
     """
     import jupytext
     import nbformat
 
+    from .course import time_needed
+
     notebook = jupytext.read(source, fmt="py:percent")
+    first = notebook.cells[0]
+    first.source = first.source.replace("TIME_NEEDED", time_needed(source.stem))
     notebook.cells = _place_solutions(notebook.cells, solved)
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number:02}"

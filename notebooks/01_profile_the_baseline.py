@@ -7,6 +7,8 @@
 #
 # You need to know PyTorch. You need not have profiled anything before.
 #
+# **Time needed:** 35 minutes with reading and the exercises. Running all cells took TIME_NEEDED.
+#
 # After this lab you can
 #
 # * say what part of a loop's time the GPU really works;

@@ -4,6 +4,8 @@
 # In `sequential` the GPU waits while the host processes the batch before. The first idea is the
 # one that every data loader has, turned round: let other processes do it.
 #
+# **Time needed:** 35 minutes with reading and the exercises. Running all cells took TIME_NEEDED.
+#
 # After this lab you can
 #
 # * hand a model's outputs to worker processes, and get the results back in order;

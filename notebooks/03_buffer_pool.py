@@ -5,6 +5,8 @@
 # does neither: it allocates a few buffers once, in memory that the workers share, and uses them
 # in turn.
 #
+# **Time needed:** 40 minutes with reading and the exercises. Running all cells took TIME_NEEDED.
+#
 # After this lab you can
 #
 # * say why copying into fresh memory is slow, and measure it;

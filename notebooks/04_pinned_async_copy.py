@@ -5,6 +5,8 @@
 # from the memory that they go to. This lab changes it, and with it comes the first bug of this
 # course that gives wrong bytes without any error.
 #
+# **Time needed:** 35 minutes with reading and the exercises. Running all cells took TIME_NEEDED.
+#
 # After this lab you can
 #
 # * say what page-locked (pinned) memory is, and why a copy to other memory cannot be

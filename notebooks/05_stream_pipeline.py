@@ -5,6 +5,8 @@
 # turns. This lab gives the copies a stream of their own, and what remains is the time of the
 # slowest stage alone: the ceiling.
 #
+# **Time needed:** 40 minutes with reading and the exercises. Running all cells took TIME_NEEDED.
+#
 # After this lab you can
 #
 # * run copies beside kernels, and say what keeps them in the right order;
