@@ -30,7 +30,6 @@ _PAGE = """{% extends 'index.html.j2' %}
 <style>
 :root { color-scheme: light dark }
 main { max-width: 62rem; margin: auto }
-img { max-width: 100%; height: auto }
 .jp-InputArea-editor .highlight { overflow-x: auto }
 .jp-RenderedHTMLCommon > pre { overflow-x: auto; white-space: pre; font-family: monospace }
 .jp-RenderedText pre { word-break: normal; overflow-wrap: anywhere }
@@ -63,7 +62,6 @@ Reveal.initialize({ hash: true, center: false, width, height, scrollActivationWi
 # What a deck loads of reveal.js, and its licence.
 _REVEAL = "LICENSE", "dist/reveal.css", "dist/reveal.js", "dist/theme/white.css"
 _FONT = "dist/theme/fonts/source-sans-pro"
-
 _HEADING = re.compile("#+ ")
 
 

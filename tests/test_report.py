@@ -302,6 +302,14 @@ def spoil_shape(folder):
     spoil_text(folder, '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": 3}')
 
 
+def spoil_cell(folder):
+    """A cell of code that has no place for its output."""
+    path = folder / f"{STEMS[2]}.ipynb"
+    content = json.loads(path.read_text())
+    del content["cells"][1]["outputs"]
+    path.write_text(json.dumps(content))
+
+
 def spoil_bytes(folder):
     (folder / f"{STEMS[2]}.ipynb").write_bytes(base64.b64decode(PNG))
 
@@ -327,6 +335,7 @@ def spoil_record(folder):
         (spoil_all, [STEMS[0], "No such file", "labkit run 01"]),
         (spoil_text, [STEMS[2], "not a notebook"]),
         (spoil_shape, [STEMS[2], "not a notebook"]),
+        (spoil_cell, [STEMS[2], "not a notebook"]),
         (spoil_bytes, [STEMS[2], "not a notebook"]),
         (spoil_error, [STEMS[2], "cell 2", "ZeroDivisionError", "labkit run 03"]),
         (spoil_unrun, [STEMS[2], "cell 2", "not been run", "labkit run 03"]),
@@ -410,6 +419,19 @@ return [light(getComputedStyle(ground).backgroundColor), light(getComputedStyle(
 """
 
 
+# What hides a part of its content, and pictures that the window cuts.
+CLIPPED = """
+const hides = e => getComputedStyle(e).overflowX == 'hidden' && e.scrollWidth > e.clientWidth + 1;
+const cut = e => e.tagName == 'IMG' && e.getBoundingClientRect().right > innerWidth;
+return [...document.querySelectorAll('main *')].filter(e => hides(e) || cut(e))
+    .map(e => e.outerHTML.slice(0, 200));
+"""
+IS_TABLE = """
+return [...document.querySelectorAll('.jp-RenderedHTML > pre')].map(e => getComputedStyle(e))
+    .every(style => style.whiteSpace == 'pre' && style.fontFamily.includes('monospace'));
+"""
+
+
 @pytest.mark.parametrize("width", [400, 1400])
 @pytest.mark.parametrize("name", ["index.html", *(f"{stem}.html" for stem in STEMS)])
 def test_pages_fit_the_window_in_light_and_dark(driver, site, name, width):
@@ -417,14 +439,9 @@ def test_pages_fit_the_window_in_light_and_dark(driver, site, name, width):
         show(driver, site / name, width, scheme)
         scrolled = driver.execute_script("return document.documentElement.scrollWidth")
         assert scrolled <= width, "the page itself must not scroll sideways"
-        clipped = driver.execute_script(
-            "return [...document.querySelectorAll('img, pre, .highlight')].filter(shown => {"
-            " for (let e = shown; e; e = e.parentElement)"
-            "  if (/auto|scroll/.test(getComputedStyle(e).overflowX)) return false;"
-            " return shown.getBoundingClientRect().right > innerWidth"
-            "}).map(shown => shown.outerHTML.slice(0, 100))"
-        )
+        clipped = driver.execute_script(CLIPPED)
         assert clipped == []
+        assert driver.execute_script(IS_TABLE)
         for part in ("h1", "p", "pre", "a", *([".highlight .k"] if name != "index.html" else [])):
             ground, text = driver.execute_script(BRIGHTNESS, part)
             assert ground > 200 > text if scheme == "light" else ground < 60 < text, part
@@ -446,6 +463,7 @@ def test_slides_are_shown_one_after_the_other(driver, site, stem, width):
             "const found = slide.querySelectorAll('img').length;"
             "Reveal.next(); return [[at.h, at.v], inside, found]"
         )
+        assert inside, place
         seen.add(tuple(place))
         pictures += found
     assert len(seen) == count and driver.execute_script("return Reveal.isLastSlide()")
