@@ -93,7 +93,7 @@ def plot_paths(*strategies: str) -> Figure:
     for words, (colour, dashes) in _ARROWS.items():
         axes.plot([], [], color=colour, ls=dashes, lw=2, label=words)
     figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8.5)
-    figure.set_label(" ".join(map(_describe_path, strategies)))
+    figure.set_label(" ".join(["Diagram.", *map(_describe_path, strategies)]))
     return figure
 
 
