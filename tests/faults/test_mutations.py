@@ -65,8 +65,8 @@ MUTATIONS = {
     ],
     "do not wait in a copy that should": [
         ("buffers.py", "        if not non_blocking:\n            self.event.synchronize()\n", ""),
-        ("buffers.py", "copy_(source, non_blocking=non_blocking)", "copy_(source, non_blocking=True)"),
-        ("buffers.py", "            page_locked\n            and slot_bytes > 0", "            slot_bytes > 0"),
+        ("buffers.py", "non_blocking=non_blocking", "non_blocking=True"),
+        ("buffers.py", "            page_locked\n            and slot_bytes", "            slot_bytes"),
     ],
 }  # fmt: skip
 
