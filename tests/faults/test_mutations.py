@@ -66,7 +66,7 @@ MUTATIONS = {
     "do not wait in a copy that should": [
         ("buffers.py", "        if not non_blocking:\n            self.event.synchronize()\n", ""),
         ("buffers.py", "non_blocking=non_blocking", "non_blocking=True"),
-        ("buffers.py", "            page_locked\n            and slot_bytes", "            slot_bytes"),
+        ("buffers.py", "page_locked\n            and slot_bytes", "slot_bytes"),
     ],
 }  # fmt: skip
 

@@ -148,13 +148,11 @@ class Parts(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(filled, key=lambda slot: slot.index)))
         if wait:
             slot.event.synchronize()
-        if not slot.event.query():
-            try:
-                self.workers.submit(self.batch, slot)
-            except LabError as error:
-                assert "copy is running" in str(error)
-                return
-        else:
+        try:
+            self.workers.submit(self.batch, slot)
+        except LabError as error:
+            assert "copy is running" in str(error) and not wait
+            slot.event.synchronize()
             self.workers.submit(self.batch, slot)
         self.given[self.batch] = self.held.pop(slot)
         self.batch += 1
