@@ -27,13 +27,14 @@ class Slot:
     """One host buffer of a pool, as large as a full batch.
 
     `index` is its place in the pool. `event` is past once the bytes of the last copy have
-    arrived; `tensor` is what that copy wrote, with its shape.
+    arrived; `tensor` is what that copy wrote, with its shape; `filled` says that its holder has
+    called `copy_`.
     """
 
     def __init__(self, index: int, memory: torch.Tensor, event):
         self.index = index
         self.event = event
-        self.held = False
+        self.held = self.filled = False
         self._memory = memory
         self.tensor = memory
 
@@ -47,7 +48,9 @@ class Slot:
         another dtype, for too many elements, and for a slot that nobody acquired.
         """
         if not self.held:
-            raise LabError(f"slot {self.index} is free: acquire() it before copying into it")
+            raise LabError(
+                f"slot {self.index} is free, or its pool is closed: acquire() one before copying"
+            )
         if source.dtype != self._memory.dtype or source.numel() > self._memory.numel():
             raise LabError(
                 f"slot {self.index} holds up to {self._memory.numel():,} elements of "
@@ -57,9 +60,19 @@ class Slot:
         self.tensor = view_slot(self._memory, source.shape)
         self.tensor.copy_(source, non_blocking=non_blocking)
         self.event.record()
+        self.filled = True
         if not non_blocking:
             self.event.synchronize()
         return self
+
+    def holds_its_copy(self) -> bool:
+        """Is `tensor` the beginning of this slot's memory, without gaps?"""
+        return (
+            self.tensor.is_contiguous()
+            and self.tensor.storage_offset() == self._memory.storage_offset()
+            and self.tensor.untyped_storage().data_ptr()
+            == self._memory.untyped_storage().data_ptr()
+        )
 
 
 class BufferPool:
@@ -98,19 +111,19 @@ class BufferPool:
 
         Raises LabError when none is free and no worker holds one, since that wait has no end.
         """
-        self._check_open()
+        self.check_open()
         if not self._free:
             with annotate("wait for slot"):
                 while not self._free:
                     self.wait_for_release()
         slot = self._free.popleft()
         slot.event.synchronize()  # whoever released it may have left a copy running
-        slot.held = True
+        slot.held, slot.filled = True, False
         return slot
 
     def release(self, slot: Slot) -> None:
         """Give `slot` back. OutputWorkers does this for the slots it was given."""
-        self._check_open()
+        self.check_open()
         if slot not in self:
             raise LabError(f"slot {slot.index} belongs to another pool")
         if not slot.held:
@@ -125,6 +138,7 @@ class BufferPool:
         self._closed = True
         try:
             for slot in self._all:
+                slot.held = False
                 slot.event.synchronize()
         finally:
             if self.page_locked:
@@ -140,7 +154,8 @@ class BufferPool:
     def __exit__(self, *error) -> None:
         self.close()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise LabError when this pool is closed."""
         if self._closed:
             raise LabError("this pool is closed: make a new one")
 

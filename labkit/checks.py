@@ -14,16 +14,9 @@ from .buffers import BufferPool
 from .errors import LabError
 from .pipelines import sequential
 from .slow_job import (
-    BATCH,
-    FORWARD_S,
-    keep,
-    keep_slowly,
-    keep_then_work,
-    need_filled,
-    need_workers,
-    open_job,
-    open_slots,
-)
+    BATCH, FORWARD_S, keep, keep_slowly, keep_then_work,
+    need_filled, need_workers, open_job, open_slots,
+)  # fmt: skip
 from .verdict import Wrong, call, compare, describe, need_number, rule, verdict
 from .workers import OutputWorkers
 
@@ -67,15 +60,8 @@ def _stage_ms(job) -> tuple[float, float]:
 def forward_rate(attempt, device) -> str:
     """`attempt(job, device)`: batches per second that the device computes, nothing copied back."""
     with open_job(device) as job:
-        call(attempt, job, device)
-        device.synchronize()
-        said = need_number(call(attempt, job, device))
-        device.synchronize()
-        start = time.perf_counter()
-        for images in job.batches():
-            job.forward(images)
-        device.synchronize()
-        right = job.count / (time.perf_counter() - start)
+        said = max(need_number(call(attempt, job, device)) for _ in range(3))
+        right = max(_rate(job) for _ in range(3))
     seen = f"{device.name}: your rate is {said:,.0f} batches/s, it computes about {right:,.0f}"
     if said > 2 * right:
         raise Wrong(
@@ -85,6 +71,15 @@ def forward_rate(attempt, device) -> str:
     if not said > right / 4:
         raise Wrong(f"{seen}: a rate is the number of batches, job.count, by the seconds they took")
     return seen
+
+
+def _rate(job) -> float:
+    job.device.synchronize()
+    start = time.perf_counter()
+    for images in job.batches():
+        job.forward(images)
+    job.device.synchronize()
+    return job.count / (time.perf_counter() - start)
 
 
 # Lab 2.

@@ -159,7 +159,7 @@ def measure_ceiling(job: Job, workers: int) -> dict:
         copy_s = _median_seconds(copy)
         slot_copy_s = _median_seconds(copy_to_slot)
         for batch in range(4):
-            consumer.submit(batch, slot)
+            consumer.submit(batch, slot.copy_(scores))
             slot = pool.acquire()  # back once the batch is processed
         consumer.results()
         process_s = statistics.median(consumer.seconds[1:])

@@ -234,6 +234,8 @@ def _serve(receive, reply, process, memory: torch.Tensor | None) -> None:
             answer = pickle.dumps((batch, "done", pickle.dumps(result), ranges.ranges))
         except BaseException as error:  # sys.exit() too: every task gets its reply
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+            if isinstance(error, TypeError) and "BFloat16" in first_line:
+                first_line += " (NumPy has no bfloat16: call .float() on the tensor first)"
             answer = pickle.dumps((batch, "failed", (first_line, traceback.format_exc()), []))
         task = content = tensor = result = None  # hold no batch while waiting for the next
         reply(answer)

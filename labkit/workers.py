@@ -67,6 +67,11 @@ class OutputWorkers:
     ):
         check_count("workers", count)
         check_count("limit", limit)
+        if not callable(process):
+            kind = type(process).__name__
+            raise LabError(f"process must be a function (batch_index, host_tensor), got a {kind}")
+        if pool is not None:
+            pool.check_open()
         if not threads:
             check_importable(process)
         self._pool, self._limit = pool, limit
@@ -163,6 +168,16 @@ class OutputWorkers:
             raise LabError(f"slot {slot.index} is with a worker already: acquire another one")
         if not slot.held:
             raise LabError(f"slot {slot.index} is free: acquire() it and fill it first")
+        if not slot.filled:
+            raise LabError(
+                f"slot {slot.index} has nothing of its holder: fill it with slot.copy_(scores), "
+                "which also records slot.event"
+            )
+        if not slot.holds_its_copy():
+            raise LabError(
+                f"slot {slot.index} has a tensor that is not what copy_ wrote: workers get the "
+                "slot's own bytes, so leave slot.tensor as it is"
+            )
         if not slot.event.query():
             raise LabError(
                 f"slot {slot.index} was submitted while its copy is running: "
@@ -237,7 +252,13 @@ class OutputWorkers:
 
     def _fail_worker(self, worker: Worker) -> None:
         batch = worker.batches[0] if worker.batches else None
-        doing = "while starting" if not worker.ready else "while idle"
+        doing = "while idle"
+        if not worker.ready:
+            # A new process imports the script anew, and would start workers in its turn.
+            doing = (
+                "while starting, standard error says why; a script starts workers behind "
+                'if __name__ == "__main__":'
+            )
         if batch is not None:
             doing = f"with batch {batch}"
         self._fail(f"worker {worker.number} {worker.how_it_ended()} {doing}", batch, worker)

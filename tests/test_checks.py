@@ -29,7 +29,7 @@ BUGS = {
     "threads_or_processes": ["as_bytes must be 'threads' or 'processes'"],
     "hand_over_all": ["batch 2", "bytes wrong", "before its bytes are in the pipe"],
     "one_slot": ["LabError: all 1 slots are held", "line 6", "before you acquire another"],
-    "get_buffer": ["batch 2 got a third buffer", "wait until something comes back"],
+    "get_buffer": ["got a third buffer while the consumer", "wait until something comes back"],
     "through_a_ring": ["batch 0 has the bytes of batch 2", "batch 1 has the bytes of batch 3"],
     "read_each": ["batch 1 has the bytes of batch 0", "wait for slot.event before you read"],
     "queue_batch": ["batch 1 has the bytes of batch 0", "Record it behind the copy"],

@@ -179,7 +179,7 @@ def test_a_worker_has_mapped_every_slot_before_its_first_batch(emulated):
         OutputWorkers(helpers.page_faults, 1, pool) as workers,
     ):
         for batch in range(2):
-            workers.submit(batch, pool.acquire())
+            workers.submit(batch, pool.acquire().copy_(emulated.upload(torch.ones(1))))
         # 4,096 pages each: unmapped, some hundreds of faults at 16 pages a time
         assert max(workers.results()) < 64
 
