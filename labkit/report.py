@@ -43,7 +43,8 @@ _SLIDES = (
 <style>
 main { max-width: none }
 html:root { --r-heading-text-transform: none }
-.reveal pre { box-sizing: border-box }
+.reveal pre { box-sizing: border-box; box-shadow: none }
+.reveal .jp-RenderedMarkdown pre { font-size: 90% }
 .reveal .slides section section { text-align: left; max-height: 100%; overflow-y: auto }
 @media (prefers-color-scheme: dark) {
   html:root { --r-background-color: #111; --r-main-color: #eee; --r-heading-color: #eee }
@@ -94,7 +95,7 @@ def _read(folder: Path, stem: str):
     if (failed := folder / f"{stem}.failed.ipynb").exists():
         raise LabError(f"{stem} has failed, see {str(failed)!r}: mend it, then {again}")
     try:
-        notebook = nbformat.read(path, as_version=4)
+        notebook = nbformat.v4.reads(path.read_text(encoding="utf-8"))
         nbformat.validate(notebook)
     except OSError as error:
         raise LabError(f"cannot read {str(path)!r}: {error.strerror}; try {again}") from None
@@ -114,6 +115,7 @@ def _read(folder: Path, stem: str):
             _clean(output, paths, f"Output of {cell.source.strip().splitlines()[0]}")
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     title = re.search(r"^# (.*)$", text, re.MULTILINE)
+    # Without the state of its widgets a notebook shows none.
     notebook.metadata = {"title": title[1] if title else stem}
     return notebook
 
@@ -128,12 +130,11 @@ def _paths(folder: Path, notebook) -> re.Pattern:
 
 
 def _clean(output, paths: re.Pattern, otherwise: str) -> None:
-    """Hide paths, drop widgets, and give pictures the text alternative that templates leave out."""
+    """Hide paths, and give pictures the text alternative that the templates leave out."""
     if output.output_type == "stream":
         output.text = paths.sub("…/", output.text)
         return
     data = output.data
-    data.pop("application/vnd.jupyter.widget-view+json", None)
     for kind in [kind for kind in data if kind.startswith("text/")]:
         data[kind] = paths.sub("…/", data[kind])
     for kind in [kind for kind in data if kind in ("image/png", "image/jpeg")]:

@@ -246,7 +246,7 @@ def test_help_loads_nothing_heavy(tmp_path, command):
 
 def test_help_names_what_there_is(tmp_path):
     text = labkit("--help", cwd=tmp_path).stdout
-    verbs = "bench", "run", "doctor", "profile", "calibrate", "predict"
+    verbs = "bench", "run", "report", "doctor", "profile", "calibrate", "predict"
     assert all(verb in text for verb in verbs)
     text = labkit("bench", "--help", cwd=tmp_path).stdout
     options = {"device", "preset", "strategies", "batches", "workers", "slots", "depth"}
