@@ -14,8 +14,15 @@ from .buffers import BufferPool
 from .errors import LabError
 from .pipelines import sequential
 from .slow_job import (
-    BATCH, FORWARD_S, keep, keep_slowly, keep_then_work,
-    need_filled, need_workers, open_job, open_slots,
+    BATCH,
+    FORWARD_S,
+    keep,
+    keep_slowly,
+    keep_then_work,
+    need_filled,
+    need_workers,
+    open_job,
+    open_slots,
 )  # fmt: skip
 from .verdict import Wrong, call, compare, describe, need_number, rule, verdict
 from .workers import OutputWorkers

@@ -187,15 +187,20 @@ def _linked(notebook, suffix: str, way: str):
 
 
 def _cut(notebook):
-    """The notebook in slides: one for each heading, and below it one for each further cell."""
-    cells = []
+    """The notebook in slides: one for each heading, and below it one for each further cell.
+
+    What follows a heading without text stands on the heading's slide.
+    """
+    cells, bare = [], False
     for cell in notebook.cells:
         pieces = _by_heading(cell.source) if cell.cell_type == "markdown" else [cell.source]
         for number, text in enumerate(pieces):
             piece = copy.deepcopy(cell)
             piece.id, piece.source = f"{cell.id}-{number}", text
             heading = piece.cell_type == "markdown" and _HEADING.match(text)
-            piece.metadata["slideshow"] = {"slide_type": "slide" if heading else "subslide"}
+            kind = "slide" if heading else "-" if bare else "subslide"
+            piece.metadata["slideshow"] = {"slide_type": kind}
+            bare = heading and len(text.splitlines()) == 1
             cells.append(piece)
     notebook.cells = cells
     return notebook

@@ -16,7 +16,7 @@ from sample_record import sample_record
 
 from labkit import LabError, save_record
 from labkit.notebooks import FOLDER
-from labkit.report import _by_heading, build_site
+from labkit.report import _by_heading, _cut, build_site
 
 LABKIT = Path(sys.executable).with_name("labkit")
 STEMS = sorted(path.stem for path in FOLDER.glob("0*.ipynb"))
@@ -257,6 +257,15 @@ def test_slides_begin_at_headings():
     assert _by_heading(text) == ["# One\n\na\n```\n# not this\n```", "## Two\n\n#hash\n\nb"]
     assert _by_heading("text\n\n# One") == ["text\n", "# One"]
     assert _by_heading("") == []
+
+
+def test_what_follows_a_bare_heading_stands_on_its_slide():
+    cells = [v4.new_markdown_cell(text) for text in ("# One\n\na\n\n## Two", "b", "c")]
+    kinds = [
+        cell.metadata["slideshow"]["slide_type"]
+        for cell in _cut(v4.new_notebook(cells=cells)).cells
+    ]
+    assert kinds == ["slide", "slide", "-", "subslide"]
 
 
 def test_a_new_site_replaces_the_old_one(folder, tmp_path):
