@@ -43,7 +43,7 @@ _SLIDES = (
 <style>
 main { max-width: none }
 html:root { --r-heading-text-transform: none }
-.reveal pre { box-sizing: border-box; box-shadow: none }
+.reveal pre { box-sizing: border-box }
 .reveal .jp-RenderedMarkdown pre { font-size: 90% }
 .reveal .slides section section { text-align: left; max-height: 100%; overflow-y: auto }
 @media (prefers-color-scheme: dark) {
