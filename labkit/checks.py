@@ -14,9 +14,14 @@ from .buffers import BufferPool
 from .errors import LabError
 from .pipelines import sequential
 from .slow_job import (
-    BATCH, FORWARD_S, keep, keep_slowly, keep_then_work,
-    need_filled, need_workers, open_job, open_slots,
-)  # fmt: skip
+    BATCH,
+    keep_slowly,
+    keep_then_work,
+    need_filled,
+    need_workers,
+    open_job,
+    open_slots,
+)
 from .verdict import Wrong, call, compare, describe, need_number, rule, verdict
 from .workers import OutputWorkers
 
@@ -180,7 +185,7 @@ def one_slot(attempt, device) -> str:
         expected = sequential(job)
         with (
             BufferPool(device, job.output_shape, job.output_dtype, slots=1) as pool,
-            OutputWorkers(keep, 1, pool) as workers,
+            OutputWorkers(job.process, 1, pool) as workers,
             rule(text),
         ):
             compare(call(attempt, job, workers, pool), expected)
@@ -330,7 +335,7 @@ def _copy_all(attempt, device, drop: bool) -> int:
             scores = job.forward(images)
             if drop:
                 with device.stream(copy_stream):
-                    device.delay(3 * FORWARD_S)
+                    device.delay(3 * job.forward_s)
             else:
                 kept.append(scores)
             call(attempt, scores, slot, copy_stream, device)
