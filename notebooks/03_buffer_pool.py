@@ -312,7 +312,7 @@ def get_buffer(free, allocate):
 # A look ahead at lab 4: with `non_blocking=True` and page-locked slots `slot.copy_` returns while
 # the copy is still in flight, and `slot.event.synchronize()` waits until the slot's *last* copy has
 # arrived. Here two slots are used in turn, and each batch is read a little later, so that its copy
-# has time. One character is wrong, and with it the results. Mend it.
+# has time. One comparison is wrong, and with it the results. Mend it.
 #
 # The check gives it two slots and compares every batch's bytes.
 #
