@@ -73,7 +73,7 @@ def build_model(name: str, weights: str = "random") -> Segmenter:
 
     Random weights are the same each time. They segment nothing, but they cost the same.
     """
-    from torchvision.models import segmentation
+    from torchvision.models import get_model_weights, segmentation
 
     build = getattr(segmentation, check_model(name))
     if weights == "random":
@@ -83,7 +83,13 @@ def build_model(name: str, weights: str = "random") -> Segmenter:
             _set_statistics(network)
     elif weights == "pretrained":
         try:
-            network = build(weights="DEFAULT", weights_backbone=None)
+            known = get_model_weights(name).DEFAULT
+            # Not left to torchvision, which executes what a file in its cache says.
+            state = known.get_state_dict(check_hash=True, weights_only=True)
+            network = build(
+                weights_backbone=None, num_classes=len(known.meta["categories"]), aux_loss=True
+            )
+            network.load_state_dict(state)
         except Exception as error:  # URLError, a truncated or corrupt file, a wrong hash, ...
             folder = Path(torch.hub.get_dir()) / "checkpoints"
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -134,6 +140,8 @@ def load_images(folder: str | Path | None, size: int, limit: int) -> torch.Tenso
 
 
 def _load_image(path, size: int) -> torch.Tensor:
+    if not path.is_file():  # a pipe would be waited for
+        raise LabError(f"cannot read the image {str(path)!r}: it is no file")
     try:
         with path.open("rb") as file, Image.open(file) as image:
             square = ImageOps.fit(image.convert("RGB"), (size, size))
