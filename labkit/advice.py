@@ -130,7 +130,8 @@ def advice_table(found: Advice, strategy: str):
     table.add_column("gain", justify="right")
     table.add_row("as it is", f"{found.now:,.1f}", "")
     for what, rate in found.changes:
-        table.add_row(what, f"{rate:,.1f}", f"{rate / found.now - 1:+.1%}")
+        gain = round(rate / found.now - 1, 3) + 0.0  # never -0.0
+        table.add_row(what, f"{rate:,.1f}", f"{gain:+.1%}")
     return table
 
 
