@@ -56,7 +56,7 @@ def _torch_pair() -> Finding:
 
 
 def _torch_of_torchvision() -> str | None:
-    """The version of torch that the installed torchvision asks for."""
+    """The version of torch that the installed torchvision asks for, if for a single one."""
     for requirement in importlib.metadata.requires("torchvision") or []:
         if found := re.fullmatch(r"torch *\(?==([\d.]+)\)?", requirement.partition(";")[0].strip()):
             return found.group(1)
