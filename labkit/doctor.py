@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,19 @@ def _torch_pair() -> Finding:
     except Exception as error:
         fix = "install the pair that pyproject.toml names: make labs does"
         return Finding("bad", "torch", f"{detail}: {type(error).__name__}: {error}"[:200], fix)
+    wanted = _torch_of_torchvision()
+    if wanted and _version("torch").partition("+")[0] != wanted:
+        fix = f"install torch {wanted}, or the pair that pyproject.toml names: make labs does"
+        return Finding("bad", "torch", f"{detail}, which was built for torch {wanted}", fix)
     return Finding("ok", "torch", detail)
+
+
+def _torch_of_torchvision() -> str | None:
+    """The version of torch that the installed torchvision asks for, if for a single one."""
+    for requirement in importlib.metadata.requires("torchvision") or []:
+        if found := re.fullmatch(r"torch *\(?==([\d.]+)\)?", requirement.partition(";")[0].strip()):
+            return found.group(1)
+    return None
 
 
 def _gpu() -> Finding:
@@ -115,7 +128,7 @@ def _page_locking() -> Finding:
     except Exception:
         return Finding("bad", "page-locking", "torch cannot be imported", "see torch, above")
     if not torch.cuda.is_available():
-        return Finding("ok", "page-locking", "emulated")
+        return Finding("ok", "page-locking", f"emulated; {_memlock_limit()}")
     from .device import open_device
     from .errors import LabError
 
@@ -126,9 +139,20 @@ def _page_locking() -> Finding:
         device.page_lock(memory)
         device.page_unlock(memory)
     except LabError as error:
-        fix = "free memory, raise the container's limit, or take a smaller --preset"
-        return Finding("bad", "page-locking", str(error), fix)
-    return Finding("ok", "page-locking", f"{size:,} bytes locked and unlocked")
+        # Not bad: the labs go on with pageable memory and say so.
+        fix = "ulimit -l unlimited (docker run --ulimit memlock=-1), or a smaller --preset"
+        return Finding("note", "page-locking", f"{error}; {_memlock_limit()}", fix)
+    return Finding("ok", "page-locking", f"{size:,} bytes locked and unlocked; {_memlock_limit()}")
+
+
+def _memlock_limit() -> str:
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    except (ImportError, AttributeError):  # not on Windows
+        return "no limit known on this system"
+    return "no limit" if limit == resource.RLIM_INFINITY else f"ulimit -l is {limit:,} bytes"
 
 
 def _start_method() -> Finding:
@@ -157,6 +181,13 @@ def _nsys() -> Finding:
         return Finding(
             "note", "Nsight Systems", "not installed", "labkit profile takes torch.profiler then"
         )
+    setting = Path("/proc/sys/kernel/perf_event_paranoid")
+    if setting.is_file() and int(setting.read_text()) > 2:
+        fix = "nothing for the labs; to sample the CPU: sysctl kernel.perf_event_paranoid=2"
+        detail = (
+            f"{path}, may not sample the CPU (perf_event_paranoid {setting.read_text().strip()})"
+        )
+        return Finding("note", "Nsight Systems", detail, fix)
     return Finding("ok", "Nsight Systems", path)
 
 

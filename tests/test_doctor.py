@@ -146,3 +146,32 @@ def test_nothing_beside_the_labs(monkeypatch, tmp_path):
 def test_a_container_is_noticed(monkeypatch):
     monkeypatch.setitem(os.environ, "container", "podman")
     assert find("container").verdict == "note"
+
+
+def test_torchvision_that_asks_for_another_torch(monkeypatch):
+    asks = {"torchvision": ["numpy", "torch==2.0.1", "gdown>=4; extra == 'gdown'"]}
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", asks.get)
+    finding = find("torch")
+    assert finding.verdict == "bad" and "torch 2.0.1" in finding.fix
+    check([finding])
+
+
+def test_the_pair_that_is_installed_fits():
+    assert find("torch").verdict == "ok"
+
+
+def test_the_limit_of_page_locking_is_told():
+    before = "import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 4096))\n"
+    assert "4,096 bytes" in examine_in_child(before)["page-locking"].detail
+
+
+@pytest.mark.parametrize("level, verdict", [("2", "ok"), ("4", "note")])
+def test_what_nsight_may_not_do(monkeypatch, tmp_path, level, verdict):
+    setting = tmp_path / "proc/sys/kernel/perf_event_paranoid"
+    setting.parent.mkdir(parents=True)
+    setting.write_text(level)
+    monkeypatch.setattr(doctor, "Path", lambda name: tmp_path / name.lstrip("/"))
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/opt/{name}")
+    finding = find("Nsight Systems")
+    assert finding.verdict == verdict and "/opt/nsys" in finding.detail
+    check([finding])
