@@ -14,6 +14,7 @@ FOLDER = Path(__file__).parent.parent / "notebooks"
 # For a kernel that cannot start, and for a cell that hangs: the run ends with an error.
 START_LIMIT_S = 120
 CELL_LIMIT_S = 900
+_MAX_BYTES = 10**8
 
 
 def find_notebooks(names: list[str], folder: Path = FOLDER) -> list[Path]:
@@ -50,7 +51,11 @@ def read_parameters(path: Path) -> dict:
     import nbformat
 
     try:
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise LabError(f"{str(path)!r} has {size:,} bytes, more than any notebook of the labs")
         notebook = nbformat.read(path, as_version=4)
+    except LabError:
+        raise
     except Exception as error:
         raise LabError(f"{str(path)!r} is not a notebook: {type(error).__name__}") from None
     cells = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
@@ -166,14 +171,17 @@ def _private_kernel_manager(folder: Path):
 
 
 def _last_cell(path: Path) -> str:
-    """Which cell the notebook at `path` had begun last; empty if there is none."""
+    """Which cell the notebook at `path` had begun last; empty if that cannot be told."""
     import nbformat
 
     begun = ""
-    if path.exists():
-        for number, cell in enumerate(nbformat.read(path, as_version=4).cells, 1):
-            if cell.metadata.get("papermill", {}).get("start_time"):
-                begun = f"cell {number} ({_first_line(cell.source)!r}): "
+    try:
+        cells = nbformat.read(path, as_version=4).cells
+    except Exception:  # none was written, or half of one when the disk was full
+        return begun
+    for number, cell in enumerate(cells, 1):
+        if cell.metadata.get("papermill", {}).get("start_time"):
+            begun = f"cell {number} ({_first_line(cell.source)!r}): "
     return begun
 
 

@@ -215,6 +215,14 @@ def test_all_parameters_at_once(typed):
     assert parse_parameters([], typed) == {}
 
 
+def test_a_notebook_of_absurd_size_is_refused_unread(tmp_path):
+    path = tmp_path / "big.ipynb"
+    with path.open("wb") as file:
+        file.truncate(10**9)  # a hole: it takes no space
+    with pytest.raises(LabError, match="1,000,000,000 bytes"):
+        notebooks.read_parameters(path)
+
+
 @pytest.mark.parametrize(
     "contents", ["", "{}", "no notebook", "[]", '{"nbformat": 4, "cells": 3}'], ids=repr
 )

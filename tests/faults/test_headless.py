@@ -41,7 +41,6 @@ except LabError as error:
 """
 
 
-@pytest.mark.xfail(reason="_last_cell in notebooks.py reads the half-written notebook")
 def test_a_disk_that_gets_full_while_a_notebook_runs(tmp_path):
     (tmp_path / "run.py").write_text(RUN)
     (tmp_path / "small").mkdir()
